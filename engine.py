@@ -1,0 +1,256 @@
+"""
+Sampling: prefill, a decode loop over a fixed number of rows, and what makes a row stop.
+
+    from engine import generate
+    done = generate(model, [prompt_ids], 10_000, window=2048, stop_ids=tokenizer.eos_ids)[0]
+
+Continuous batching in one rule: rows 0..n-1 of the cache are running, and a row that finishes is refilled from the queue at once
+or, when the queue is empty, overwritten by the last running row, so that no step is spent on what is finished. The rows of a
+fixed-size cache are interchangeable, so nothing is reallocated, and there are no pages.
+
+A prompt that comes several times (the G samples of a group) is prefilled once: its prefix lies untouched in the row of any
+sibling, even a finished one, and is copied from there.
+
+Every token is drawn by inverse CDF from one uniform number, a hash of (stream, index of the token); seed s gives prompt i the
+stream (s, i). So a row gives the same tokens alone, beside others, or admitted late.
+
+Left out on purpose: beam search, penalties, speculative decoding; a prompt is prefilled in one piece and by itself.
+"""
+import time
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+import torch
+
+from sliding_cache import SlidingCache, free_bytes, layer_windows, mix, row_bytes, uniform
+
+
+@dataclass
+class Completion:
+    """tokens includes the stop token. logprobs: of each token under the temperature-scaled distribution before any truncation or
+    ban (at temperature 0: of temperature 1). sampled: False where the token was forced. finish_reason: "stop" | "length"."""
+    prompt: list
+    tokens: list = field(default_factory=list)
+    logprobs: list = field(default_factory=list)
+    sampled: list = field(default_factory=list)
+    finish_reason: str | None = None
+
+
+@dataclass
+class Thinking:
+    """A budget for the tokens between <think> and </think>, after s1 (arXiv 2501.19393): an end that comes before `minimum` tokens
+    is replaced by `wait_ids`, and after `maximum` tokens (-1 = unlimited) the end is forced. `start_id` may stand in the prompt or
+    be emitted; None: a completion begins thinking. Ids, not text: </think> is one token, and its pieces are another thing."""
+    end_id: int
+    start_id: int | None = None
+    minimum: int = 0
+    maximum: int = -1
+    wait_ids: tuple = ()
+
+    def __post_init__(self):
+        if self.minimum > 0 and not self.wait_ids:
+            raise ValueError(f"a minimum of {self.minimum} thinking tokens needs wait_ids, what to say instead of ending")
+        if self.maximum < -1 or 0 <= self.maximum < self.minimum:
+            raise ValueError(f"at most {self.maximum} thinking tokens: -1 for unlimited, or at least the minimum, {self.minimum}")
+
+    def open_in(self, prompt):
+        """Whether a completion of this prompt begins inside the thinking."""
+        return self.start_id is None or next((t == self.start_id for t in reversed(prompt) if t in (self.start_id, self.end_id)), False)
+
+
+@dataclass
+class Sequence:
+    """A prompt that occupies a row of the cache, and what it has come to."""
+    index: int                                    # of the prompt
+    limit: int                                    # most new tokens
+    completion: Completion
+    thinking: bool                                # between <think> and </think>
+    thought: int = 0                              # tokens spent there
+    forced: deque = field(default_factory=deque)  # tokens that come next, whatever is drawn
+
+
+@torch.no_grad()
+def generate(model, prompts, max_new_tokens, *, prefix_len=None, window=4096, rope="continue", evict="oldest", temperature=0.6,
+             top_k=None, top_p=0.95, min_new_tokens=0, stop_ids=(), stop_strings=(), decode=None, thinking=None, n_vocab=None,
+             seed=0, rows=None, on_token=None, stats=None):
+    """Sample one completion for each of `prompts` (lists of token ids). -> list[Completion], in the order of the prompts.
+
+    max_new_tokens, seed: one int, or one per prompt (a prompt with a seed of its own has the stream (seed, 0), as if it were alone).
+    prefix_len: how many tokens each row keeps for good; None = its whole prompt. window, rope: as in GPT.features.
+    evict: "oldest" | "random". temperature >= 0 (0 = argmax), top_k None or >= 1, 0 < top_p <= 1.
+    stop_ids: end tokens, not drawn before min_new_tokens. stop_strings: a sequence ends with the token that completes one of them
+    in its text, decode(ids); the tokens are not cut, tokenizer.stream(ids, stop) cuts the text. thinking: a Thinking, or None.
+    n_vocab: ids from here on (padding of the embedding) are never drawn; None = vocab_size.
+    rows: how many sequences run at once; None = all, or as many as fit the memory. on_token(i, token): called once per token.
+    stats: a dict that receives cache_bytes, rows, prefills, prefill_s, decode_steps, decode_s (seconds).
+    Raises ValueError for arguments out of range, and for a cache that does not fit the memory.
+    """
+    n, config, weight = len(prompts), model.config, model.lm_head.weight
+    limits, seeds = _per_prompt(max_new_tokens, n, "max_new_tokens"), _per_prompt(seed, n, "seed")
+    _check(prompts, limits, config, prefix_len, temperature, top_k, top_p, stop_strings, decode, n_vocab, rows)
+    if not prompts:
+        return []
+    # A prefix or a window longer than any sequence would cost memory and change nothing.
+    longest = max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True))
+    windows = [w and min(w, longest) for w in layer_windows(config, window)]
+    prefixes = [len(prompt) if prefix_len is None else min(prefix_len, longest) for prompt in prompts]
+    fit = int(0.8 * free_bytes(weight.device) / row_bytes(config, windows, max(prefixes), longest, weight.dtype))
+    n_rows = min(n, rows or max(fit, 1))
+    cache = SlidingCache(config, n_rows, max(prefixes), windows, evict=evict, max_len=longest, dtype=weight.dtype, device=weight.device)
+    stats = {} if stats is None else stats
+    stats.update(cache_bytes=cache.nbytes, rows=n_rows, prefills=0, prefill_s=0.0, decode_steps=0, decode_s=0.0)
+
+    streams = mix(torch.tensor([(s + 2**63) % 2**64 - 2**63 for s in seeds]), torch.arange(n) if isinstance(seed, int) else 0)
+    completions, keys = [Completion(list(prompt)) for prompt in prompts], [tuple(prompt) for prompt in prompts]
+    still_to_come, first_logits, occupant = Counter(keys), {}, [None] * n_rows        # occupant: whose prompt a row held last
+    queue = deque(range(n))
+
+    def prefill(row, i):
+        """Put prompt i into a row. -> logits (1, vocab_size) for its first new token"""
+        key, start = keys[i], time.perf_counter()
+        sibling = next((r for r in range(n_rows) if occupant[r] == key and cache.holds_first(r, len(key))), None)
+        if sibling is not None:
+            cache.copy(sibling, row, len(key))
+        else:
+            cache.reset(row, prefixes[i])
+            idx = torch.tensor([key], device=weight.device)
+            first_logits[key] = model.lm_head(model.features(idx, rope=rope, cache=cache, rows=[row])[:, -1])
+            stats["prefills"] += 1
+        cache.streams[row], occupant[row] = streams[i], key
+        still_to_come[key] -= 1
+        stats["prefill_s"] += time.perf_counter() - start
+        return first_logits[key] if still_to_come[key] else first_logits.pop(key)
+
+    def accept(sequences, logits):
+        """Choose and record the next token of each of the sequences, given its logits (len(sequences), vocab_size)."""
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        logits = logits / temperature if temperature > 0 else logits
+        index = torch.tensor([len(s.completion.tokens) for s in sequences])
+        u = uniform(streams[[s.index for s in sequences]], index).to(logits.device)
+        allowed = logits.clone()
+        allowed[:, config.vocab_size if n_vocab is None else n_vocab:] = float("-inf")
+        for s, row in zip(sequences, allowed, strict=True):
+            if len(s.completion.tokens) < min_new_tokens:
+                row[list(stop_ids)] = float("-inf")
+        drawn = sample(allowed, u, temperature, top_k, top_p).tolist()
+        chosen = [budget(s, token, thinking, stop_ids) for s, token in zip(sequences, drawn, strict=True)]
+        tokens = torch.tensor([token for token, _ in chosen], device=logits.device)
+        logprobs = logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0].tolist()
+        for s, (token, is_forced), logprob in zip(sequences, chosen, logprobs, strict=True):
+            done = s.completion
+            done.tokens.append(token)
+            done.logprobs.append(logprob)
+            done.sampled.append(not is_forced)
+            if token in stop_ids or len(done.tokens) >= min_new_tokens and _stops(done.tokens, stop_strings, decode):
+                done.finish_reason = "stop"
+            elif len(done.tokens) == s.limit:
+                done.finish_reason = "length"
+            if on_token:
+                on_token(s.index, token)
+
+    def admit(row):
+        """Fill a row from the queue. -> the sequence, which has its first token and is not finished, or None: the queue is empty"""
+        while queue:
+            i = queue.popleft()
+            s = Sequence(i, limits[i], completions[i], thinking=thinking is not None and thinking.open_in(prompts[i]))
+            accept([s], prefill(row, i))
+            if s.completion.finish_reason is None:
+                return s
+        return None
+
+    running = []
+    while len(running) < n_rows and (s := admit(len(running))):
+        running.append(s)
+    while running:
+        start = time.perf_counter()
+        idx = torch.tensor([s.completion.tokens[-1:] for s in running], device=weight.device)         # (rows, 1)
+        x = model.features(idx, rope=rope, cache=cache, rows=slice(len(running)))                     # (rows, 1, n_embd)
+        accept(running, model.lm_head(x[:, 0]))
+        stats["decode_steps"] += 1
+        stats["decode_s"] += time.perf_counter() - start
+        for row in reversed(range(len(running))):
+            if running[row].completion.finish_reason is None:
+                continue
+            if s := admit(row):
+                running[row] = s
+            elif row < len(running) - 1:
+                cache.copy(len(running) - 1, row)
+                running[row] = running.pop()
+            else:
+                running.pop()
+    return completions
+
+
+def sample(logits, u, temperature, top_k, top_p):
+    """Draw a token id (rows,) from logits (rows, vocab_size), already divided by the temperature, -inf where banned.
+
+    u (rows,) in [0, 1): the token is the first, in the order of the vocabulary, at which the cumulative probability of what top_k
+    and then top_p leave exceeds u. Top-p keeps the fewest most probable tokens whose probabilities sum to it (arXiv 1904.09751);
+    ties at either cut are kept. Temperature 0 takes the most probable token."""
+    if temperature == 0:
+        return logits.argmax(-1)
+    p = logits.softmax(-1)
+    if top_k is not None and top_k < p.size(-1):
+        p = torch.where(p >= p.topk(top_k).values[:, -1:], p, 0)
+    if top_p < 1:
+        total = p.sum(-1, keepdim=True)
+        top = p.topk(min(256, p.size(-1))).values                                     # a full sort only where these do not do
+        if bool((top.sum(-1, keepdim=True) < top_p * total).any()):
+            top = p.sort(descending=True).values
+        n_keep = (top.cumsum(-1) - top < top_p * total).sum(-1, keepdim=True)         # at least 1
+        p = torch.where(p >= top.gather(-1, n_keep - 1), p, 0)
+    cdf = p.cumsum(-1, dtype=u.dtype)                                                 # (rows, vocab_size)
+    token = (cdf <= u[:, None] * cdf[:, -1:]).sum(-1)
+    return torch.minimum(token, (cdf < cdf[:, -1:]).sum(-1))                          # should u * total round up to the total
+
+
+def budget(s, token, thinking, stop_ids):
+    """The token that sequence s really gets where `token` was drawn, and whether it was forced. Keeps count of the thinking."""
+    is_forced = bool(s.forced)
+    if s.forced:
+        token = s.forced.popleft()
+    elif s.thinking and s.thought < thinking.minimum and (token == thinking.end_id or token in stop_ids):
+        token, *rest = thinking.wait_ids
+        s.forced.extend(rest)
+        is_forced = True
+    elif s.thinking and 0 <= thinking.maximum <= s.thought and token != thinking.end_id:
+        token, is_forced = thinking.end_id, True
+    if thinking is not None:
+        s.thinking = token != thinking.end_id and (s.thinking or token == thinking.start_id)
+        s.thought += s.thinking and token != thinking.start_id
+    return token, is_forced
+
+
+def _stops(tokens, stop_strings, decode):
+    """Whether the text of the tokens has come to contain a stop string. One of n bytes that the last token completes lies within
+    the last n tokens."""
+    reach = max((len(s.encode()) for s in stop_strings), default=0)
+    return reach > 0 and any(s in decode(tokens[-reach:]) for s in stop_strings)
+
+
+def _per_prompt(value, n, name):
+    """A list of n ints from one int or n of them."""
+    values = [value] * n if isinstance(value, int) else list(value)
+    if len(values) != n or not all(isinstance(x, int) for x in values):
+        raise ValueError(f"{name} is one int or {n} of them, one per prompt, not {value!r}")
+    return values
+
+
+def _check(prompts, limits, config, prefix_len, temperature, top_k, top_p, stop_strings, decode, n_vocab, rows):
+    for i, prompt in enumerate(prompts):
+        if not len(prompt):
+            raise ValueError(f"prompt {i} is empty: sampling needs at least one token to begin with")
+        if min(prompt) < 0 or max(prompt) >= config.vocab_size:
+            raise ValueError(f"prompt {i} has token ids from {min(prompt)} to {max(prompt)}, the model knows 0 to {config.vocab_size - 1}")
+    for name, ok, value, right in (
+            ("max_new_tokens", min(limits, default=1) >= 1, min(limits, default=1), "at least 1"),
+            ("prefix_len", prefix_len is None or prefix_len >= 0, prefix_len, "None (the whole prompt) or at least 0"),
+            ("temperature", temperature >= 0, temperature, "at least 0 (0 = the most probable token)"),
+            ("top_k", top_k is None or top_k >= 1, top_k, "None or at least 1"),
+            ("top_p", 0 < top_p <= 1, top_p, "above 0 and at most 1"),
+            ("n_vocab", n_vocab is None or 1 <= n_vocab, n_vocab, "None or at least 1"),
+            ("rows", rows is None or rows >= 1, rows, "None (as many as fit) or at least 1"),
+            ("stop_strings", not stop_strings or decode is not None, stop_strings, "given together with decode"),
+            ("stop_strings", "" not in stop_strings, stop_strings, "not empty")):
+        if not ok:
+            raise ValueError(f"{name}={value!r}: must be {right}")

@@ -1,0 +1,19 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks the network
+
+
+@pytest.fixture(scope="session")
+def smollm2():
+    """The folder of the real SmolLM2-135M-Instruct, prepared from its package if that has not been done."""
+    folder = ROOT / "data" / "smollm2"
+    if not (folder / "model.safetensors").exists():
+        subprocess.run([sys.executable, folder / "prepare.py"], check=True)
+    return folder
