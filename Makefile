@@ -5,7 +5,7 @@
 PYTHON ?= python3
 TORCH ?=
 BIN = .venv/bin
-MODEL = data/smollm2/model.safetensors
+MODEL = data/smollm2/config.json
 
 .PHONY: demo test lint clean
 .DELETE_ON_ERROR:

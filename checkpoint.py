@@ -6,35 +6,48 @@ import os
 import re
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 
 
 def local_folder(path_or_hub_name, patterns):
-    """The folder that is meant: an existing one, or the files of a hub repository that match `patterns`, fetched or cached.
-    Raises FileNotFoundError that says what to do if there is neither."""
-    folder = Path(path_or_hub_name)
+    """The folder (a Path) that a model's name stands for: itself if it is one here, else what the hub has of it that matches `patterns`,
+    downloaded or cached. FileNotFoundError, one line, if neither, or if its prepare.py was not run; without a network after 11
+    seconds at most."""
+    name, folder = str(path_or_hub_name), Path(path_or_hub_name)
     if folder.is_dir():
-        if not (folder / "config.json").exists() and (folder / "prepare.py").exists():
-            raise FileNotFoundError(f"{folder} is not prepared yet: run python {folder / 'prepare.py'}")
+        if (folder / "prepare.py").exists() and not (folder / "config.json").exists():
+            raise FileNotFoundError(f"{name} is not prepared yet: run `python {folder / 'prepare.py'}` first")
         return folder
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path_or_hub_name)):
-        raise FileNotFoundError(f"there is no folder {str(path_or_hub_name)!r}")
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name, re.ASCII):
+        raise FileNotFoundError(f"{name!r} is neither a folder here nor a hub name such as Qwen/Qwen3-1.7B")
+    from huggingface_hub import HfApi, snapshot_download
+
+    offline = None
     try:
-        return Path(snapshot_download(str(path_or_hub_name), allow_patterns=patterns))
-    except (OSError, ValueError, RuntimeError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise FileNotFoundError(f"{str(path_or_hub_name)!r} is no folder here, and the hub did not give it: {reason}") from None
+        HfApi().model_info(name, timeout=8)  # snapshot_download asks the same first, but without a time limit: it may hang for ever
+    except Exception as error:  # of whatever HTTP library the hub's client uses this year; the cache may still have the files
+        offline = error
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(patterns), local_files_only=offline is not None))
+    except Exception as error:
+        reason = (str(offline or error).strip() or type(offline or error).__name__).splitlines()[0]
+        raise FileNotFoundError(f"{name!r} is neither a folder here nor could it be fetched from the hub: {reason}") from None
 
 
-def read_json(path):
-    """The contents of a JSON file. Raises FileNotFoundError or ValueError that names it."""
+def read_json(path, missing=None):
+    """The JSON object in a file. FileNotFoundError if there is no such file, unless `missing` is given to stand for it; ValueError if
+    it holds anything else."""
     if not path.is_file():
+        if missing is not None:
+            return missing
         raise FileNotFoundError(f"{path} is missing")
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
+        raise ValueError(f"{path} is not JSON in UTF-8: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds a {type(value).__name__}, not a JSON object")
+    return value
 
 
 def read_weights(folder, shapes, dtype, device):
@@ -96,6 +109,7 @@ class replacing:
         if kind is None:
             with open(self.tmp, "rb") as file:
                 os.fsync(file.fileno())
+            self.tmp.chmod(0o644)  # safetensors writes files that only their owner can read
             os.replace(self.tmp, self.path)
         else:
             self.tmp.unlink(missing_ok=True)

@@ -24,7 +24,6 @@ import torch
 
 from sliding_cache import SlidingCache, free_bytes, layer_windows, mix, row_bytes, uniform
 
-
 POLICIES = {  # what each of the family means for generate(); prefix_sliding is its defaults
     "prefix_sliding": {}, "full": dict(window=None), "sliding": dict(prefix_len=0), "streaming": dict(prefix_len=4, rope="reset"),
     "random": dict(evict="random")}
@@ -221,8 +220,8 @@ def budget(s, token, thinking, stop_ids):
     elif s.thinking and 0 <= thinking.maximum <= s.thought and token != thinking.end_id:
         token, is_forced = thinking.end_id, True
     if thinking is not None:
+        s.thought += s.thinking and token != thinking.end_id
         s.thinking = token != thinking.end_id and (s.thinking or token == thinking.start_id)
-        s.thought += s.thinking and token != thinking.start_id
     return token, is_forced
 
 

@@ -72,7 +72,8 @@ def main():
     full = stats["rows"] * row_bytes(config, [None] * config.n_layer, 0, longest, kind)
     peak, memory = peak_bytes(where)
     speed = (new - num_samples) / stats["decode_s"] if stats["decode_s"] else 0.0     # the first tokens come from the prefill
-    print(f"{num_samples} x {new / num_samples:,.0f} tokens: {speed:.1f} tokens/s; prompt of {len(prompt)} tokens in {stats['prefill_s']:.2f} s")
+    print(f"{num_samples} x {new / num_samples:,.0f} tokens, {speed:.1f} tokens/s   "
+          f"behind a prompt of {len(prompt)} tokens, read in {stats['prefill_s']:.2f} s")
     print(f"cache           {stats['cache_bytes'] / 1e6:10,.1f} MB   policy {policy}, window {how['window']}")
     print(f"full attention  {full / 1e6:10,.1f} MB   would hold all {longest:,} tokens, and grow")
     print(f"peak memory     {peak / 1e6:10,.1f} MB   {memory}, weights included")
@@ -89,7 +90,8 @@ def encode_prompt(tokenizer):
             text = file.read()
     if not chat:
         return tokenizer.encode(text)
-    return tokenizer.encode_chat([{"role": "system", "content": system}] * bool(system) + [{"role": "user", "content": text}], **template_args)
+    messages = [{"role": "system", "content": system}] * bool(system) + [{"role": "user", "content": text}]
+    return tokenizer.encode_chat(messages, **template_args)
 
 
 def thinking(tokenizer):

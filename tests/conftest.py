@@ -14,6 +14,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks the network
 def smollm2():
     """The folder of the real SmolLM2-135M-Instruct, prepared from its package if that has not been done."""
     folder = ROOT / "data" / "smollm2"
-    if not (folder / "model.safetensors").exists():
+    if not (folder / "config.json").exists():
         subprocess.run([sys.executable, folder / "prepare.py"], check=True)
     return folder

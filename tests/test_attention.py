@@ -1,4 +1,5 @@
 """attn_kernel.py: the mask by hand, every path against loops in float64, gradients, and the tile ranges."""
+
 import subprocess
 import sys
 
@@ -18,10 +19,10 @@ def mask(T, P, W):
 
 
 def test_mask_by_hand():
-    assert [sum(row) for row in mask(6, 0, 4)] == [1, 2, 3, 4, 4, 4]                  # the window includes the current token
-    assert [sum(row) for row in mask(8, 2, 3)] == [1, 2, 3, 4, 5, 5, 5, 5]            # steady state: P + W
+    assert [sum(row) for row in mask(6, 0, 4)] == [1, 2, 3, 4, 4, 4]  # the window includes the current token
+    assert [sum(row) for row in mask(8, 2, 3)] == [1, 2, 3, 4, 5, 5, 5, 5]  # steady state: P + W
     assert mask(5, 0, 1) == [[i == j for j in range(5)] for i in range(5)]
-    assert mask(5, 9, 1) == mask(5, 0, None) == [[j <= i for j in range(5)] for i in range(5)]     # P beyond T is full attention
+    assert mask(5, 9, 1) == mask(5, 0, None) == [[j <= i for j in range(5)] for i in range(5)]  # P beyond T is full attention
 
 
 def random_inputs(seed, B, H, Hkv, Tq, Tk, D, dtype=torch.float64):
@@ -30,9 +31,16 @@ def random_inputs(seed, B, H, Hkv, Tq, Tk, D, dtype=torch.float64):
 
 
 CASES = [  # B, H, Hkv, Tq, Tk, D, P, W, q_start, q_prefix
-    (1, 2, 1, 17, 17, 8, 3, 5, None, False), (2, 6, 2, 33, 33, 16, [0, 9], 4, None, True), (1, 4, 4, 1, 40, 8, 0, 7, None, False),
-    (1, 2, 2, 2, 30, 8, 4, 6, None, True), (2, 2, 1, 5, 30, 10, [40, 2], 1, [3, 21], True), (2, 4, 2, 20, 64, 8, [7, 1], None, [44, 0], False),
-    (1, 2, 1, 65, 65, 8, 0, 1, None, False), (1, 3, 3, 63, 63, 4, 100, 3, None, True), (3, 2, 2, 1, 1, 2, 0, 1, None, False)]
+    (1, 2, 1, 17, 17, 8, 3, 5, None, False),
+    (2, 6, 2, 33, 33, 16, [0, 9], 4, None, True),
+    (1, 4, 4, 1, 40, 8, 0, 7, None, False),
+    (1, 2, 2, 2, 30, 8, 4, 6, None, True),
+    (2, 2, 1, 5, 30, 10, [40, 2], 1, [3, 21], True),
+    (2, 4, 2, 20, 64, 8, [7, 1], None, [44, 0], False),
+    (1, 2, 1, 65, 65, 8, 0, 1, None, False),
+    (1, 3, 3, 63, 63, 4, 100, 3, None, True),
+    (3, 2, 2, 1, 1, 2, 0, 1, None, False),
+]
 
 
 @pytest.mark.parametrize("tile", [16, 128])
@@ -64,8 +72,10 @@ def test_gradients_equal_those_of_the_dense_mask(monkeypatch):
     for P, W, start in ((torch.tensor([4, 0]), 5, None), (torch.tensor([30, 7]), 3, torch.tensor([20, 8])), (2, None, None)):
         inputs = [t.requires_grad_() for t in random_inputs(3, 2, 4, 2, 50, 70, 6)]
         q, k, v, q_prefix = inputs
-        grads = [torch.autograd.grad((prefix_sliding_attention(q, k, v, P, W, q_start=start, q_prefix=q_prefix, impl=impl) ** 3).sum(),
-                                     inputs) for impl in ("torch", "dense")]
+        grads = [
+            torch.autograd.grad((prefix_sliding_attention(q, k, v, P, W, q_start=start, q_prefix=q_prefix, impl=impl) ** 3).sum(), inputs)
+            for impl in ("torch", "dense")
+        ]
         for a, b in zip(*grads, strict=True):
             assert (a - b).abs().max() < 1e-10 and b.abs().max() > 1e-3
 
@@ -151,18 +161,32 @@ def test_decode_equals_loops_over_valid_slots(with_prefix):
     assert torch.equal(y[0], torch.zeros(H, 1, D, dtype=torch.float64))
     for b in range(1, B):
         n = int(lengths[b])
-        want = naive_attention(*(t[b:b + 1] for t in (q, k[:, :, :n], v[:, :, :n])), int(P[b]), None,
-                               q_prefix=q_prefix[b:b + 1] if with_prefix else None)
+        want = naive_attention(
+            *(t[b : b + 1] for t in (q, k[:, :, :n], v[:, :, :n])), int(P[b]), None, q_prefix=q_prefix[b : b + 1] if with_prefix else None
+        )
         assert (y[b] - want[0]).abs().max() < 1e-12
 
 
-@pytest.mark.parametrize("change, message", [
-    (dict(k=torch.zeros(1, 3, 5, 8), v=torch.zeros(1, 3, 5, 8)), "multiple of Hkv"), (dict(v=torch.zeros(1, 2, 6, 8)), r"v \(1, 2, 6, 8\)"),
-    (dict(k=torch.zeros(1, 2, 5, 4), v=torch.zeros(1, 2, 5, 4)), r"k \(1, 2, 5, 4\)"), (dict(window=0), "window=0"),
-    (dict(window=2.5), "window=2.5"), (dict(window=True), "window=True"), (dict(prefix_len=torch.tensor([1, 2])), "prefix_len"),
-    (dict(prefix_len=-1), "prefix_len"), (dict(prefix_len=torch.tensor([1.5])), "prefix_len"), (dict(q_start=1), "q_start"),
-    (dict(q_start=-1), "q_start"), (dict(q_prefix=torch.zeros(1, 4, 4, 8)), "q_prefix"), (dict(impl="fast"), "impl='fast'"),
-    (dict(k=torch.zeros(1, 2, 5, 8).double(), v=torch.zeros(1, 2, 5, 8)), "float64"), (dict(q=torch.zeros(4, 5, 8)), r"q \(4, 5, 8\)")])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(k=torch.zeros(1, 3, 5, 8), v=torch.zeros(1, 3, 5, 8)), "multiple of Hkv"),
+        (dict(v=torch.zeros(1, 2, 6, 8)), r"v \(1, 2, 6, 8\)"),
+        (dict(k=torch.zeros(1, 2, 5, 4), v=torch.zeros(1, 2, 5, 4)), r"k \(1, 2, 5, 4\)"),
+        (dict(window=0), "window=0"),
+        (dict(window=2.5), "window=2.5"),
+        (dict(window=True), "window=True"),
+        (dict(prefix_len=torch.tensor([1, 2])), "prefix_len"),
+        (dict(prefix_len=-1), "prefix_len"),
+        (dict(prefix_len=torch.tensor([1.5])), "prefix_len"),
+        (dict(q_start=1), "q_start"),
+        (dict(q_start=-1), "q_start"),
+        (dict(q_prefix=torch.zeros(1, 4, 4, 8)), "q_prefix"),
+        (dict(impl="fast"), "impl='fast'"),
+        (dict(k=torch.zeros(1, 2, 5, 8).double(), v=torch.zeros(1, 2, 5, 8)), "float64"),
+        (dict(q=torch.zeros(4, 5, 8)), r"q \(4, 5, 8\)"),
+    ],
+)
 def test_wrong_inputs_are_named(change, message):
     good = dict(q=torch.zeros(1, 4, 5, 8), k=torch.zeros(1, 2, 5, 8), v=torch.zeros(1, 2, 5, 8), prefix_len=1, window=2)
     with pytest.raises(ValueError, match=message):
@@ -171,7 +195,11 @@ def test_wrong_inputs_are_named(change, message):
 
 def test_wrong_decode_inputs_are_named():
     q, k = torch.zeros(2, 4, 1, 8), torch.zeros(2, 2, 5, 8)
-    for args, message in (((q, k, k, 6), "lengths"), ((q, k, k, torch.tensor([1, 2, 3])), "lengths"), ((torch.zeros(2, 4, 2, 8), k, k, 1), "one query")):
+    for args, message in (
+        ((q, k, k, 6), "lengths"),
+        ((q, k, k, torch.tensor([1, 2, 3])), "lengths"),
+        ((torch.zeros(2, 4, 2, 8), k, k, 1), "one query"),
+    ):
         with pytest.raises(ValueError, match=message):
             decode_attention(*args)
     with pytest.raises(ValueError, match="prefix_len"):

@@ -1,4 +1,5 @@
 """sliding_cache.py against a simulation that stores (position, key) pairs in a Python list."""
+
 import gc
 
 import psutil
@@ -45,7 +46,7 @@ def test_positions_at_every_length_around_every_wrap(P, W):
             count = int(valid)
             assert sorted(keys[0, 0, :count, 0].int().tolist()) == expected(n, P, W) == cache.positions(0, layer)
             assert torch.equal(values, -keys) and (keys[0, 1, :count, 1] == 1).all() and (keys[0, :, :count, 2] == layer).all()
-            assert keys[0, 0, :min(P, n), 0].tolist() == list(range(min(P, n)))       # the prefix lies in the slots below P
+            assert keys[0, 0, : min(P, n), 0].tolist() == list(range(min(P, n)))  # the prefix lies in the slots below P
 
 
 @given(P=st.integers(0, 9), W=st.integers(1, 9), chunks=st.lists(st.integers(1, 12), min_size=1, max_size=12))
@@ -57,7 +58,7 @@ def test_appends_of_any_size(P, W, chunks):
         nbytes, decoding = cache.nbytes, size == 1
         for keys, _, valid in feed(cache, size):
             if decoding:
-                assert sorted(keys[0, 0, :int(valid), 0].int().tolist()) == expected(n + 1, P, W)
+                assert sorted(keys[0, 0, : int(valid), 0].int().tolist()) == expected(n + 1, P, W)
             else:
                 assert keys[0, 0, :, 0].int().tolist() == expected(n, P, W) + list(range(n, n + size))
                 assert int(valid) == len(expected(n, P, W))
@@ -65,8 +66,11 @@ def test_appends_of_any_size(P, W, chunks):
         assert cache.positions(0) == expected(n, P, W) and cache.nbytes == nbytes
 
 
-@given(P=st.lists(st.integers(0, 6), min_size=3, max_size=3), W=st.integers(1, 6), steps=st.lists(
-    st.lists(st.integers(1, 7), min_size=3, max_size=3), min_size=1, max_size=6))
+@given(
+    P=st.lists(st.integers(0, 6), min_size=3, max_size=3),
+    W=st.integers(1, 6),
+    steps=st.lists(st.lists(st.integers(1, 7), min_size=3, max_size=3), min_size=1, max_size=6),
+)
 @settings(max_examples=100, deadline=None)
 def test_ragged_rows_equal_rows_alone(P, W, steps):
     together = SlidingCache(CONFIG, 3, torch.tensor(P), W)
@@ -75,7 +79,7 @@ def test_ragged_rows_equal_rows_alone(P, W, steps):
         T = max(counts)
         with torch.no_grad():
             pos = together.advance(counts)
-            k = torch.cat([marked(row) for row in pos.tolist()])                      # beyond counts[row]: padding, must not be stored
+            k = torch.cat([marked(row) for row in pos.tolist()])  # beyond counts[row]: padding, must not be stored
             out = [(together.append if together.decoding else together.extend)(layer, k, -k) for layer in range(2)][0]
         for row in range(3):
             single = feed(alone[row], counts[row])[0]
@@ -84,7 +88,7 @@ def test_ragged_rows_equal_rows_alone(P, W, steps):
                 n = int(out[2][row]) + counts[row]
                 assert torch.equal(out[0][row, :, :n, :2], single[0][0, :, :, :2]) and int(out[2][row]) == int(single[2])
             held = together.k[0][row, 0, :, 0].int().tolist()
-            for slot, pos_held in enumerate(held[:min(together.lengths[row], P[row] + W)]):
+            for slot, pos_held in enumerate(held[: min(together.lengths[row], P[row] + W)]):
                 assert pos_held in together.positions(row), (slot, held)
 
 
@@ -118,7 +122,7 @@ def test_windows_that_differ_by_layer():
     assert cache.positions(0, 0) == [0, 1, 7, 8, 9] and cache.positions(0, 1) == list(range(10))
     with pytest.raises(ValueError, match="21 tokens.*20"):
         feed(cache, 11)
-    assert cache.lengths == [10]                                                      # a refused step leaves no trace
+    assert cache.lengths == [10]  # a refused step leaves no trace
 
 
 def test_rows_are_reset_copied_and_reused():
@@ -146,10 +150,10 @@ def test_random_eviction_keeps_prefix_and_newest_quarter(P, W):
     for n in range(1, P + 12 * W):
         keys, _, valid = feed(cache, 1)[0]
         for head in range(2):
-            held = sorted(keys[0, head, :int(valid), 0].int().tolist())
+            held = sorted(keys[0, head, : int(valid), 0].int().tolist())
             assert held == cache.positions(0, head=head) and len(set(held)) == len(held) == min(n, P + W)
-            n_new = W - max(3 * W // 4, 1) + 1                                        # the newest quarter, and the token just written
-            assert held[:min(P, n)] == list(range(min(P, n))) and held[-min(n, n_new):] == list(range(n - min(n, n_new), n))
+            n_new = W - max(3 * W // 4, 1) + 1  # the newest quarter, and the token just written
+            assert held[: min(P, n)] == list(range(min(P, n))) and held[-min(n, n_new) :] == list(range(n - min(n, n_new), n))
     if W > 2:
         assert cache.positions(0, head=0) != expected(n, P, W) and cache.positions(0, head=0) != cache.positions(0, head=1)
 
@@ -181,9 +185,18 @@ def test_uniform_is_a_hash_of_its_arguments():
     assert torch.corrcoef(torch.stack([u[:, :-1].flatten(), u[:, 1:].flatten()]))[0, 1].abs() < 0.02
 
 
-@pytest.mark.parametrize("change, message", [
-    (dict(window=0), "window=0"), (dict(window=-3), "window=-3"), (dict(window=[4]), "1 entries, the model 2"), (dict(window=None), "max_len"),
-    (dict(prefix_len=-1), "prefix_len=-1"), (dict(evict="newest"), "evict='newest'"), (dict(window=10**12), r"cache needs 128000\.00 GB")])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(window=0), "window=0"),
+        (dict(window=-3), "window=-3"),
+        (dict(window=[4]), "1 entries, the model 2"),
+        (dict(window=None), "max_len"),
+        (dict(prefix_len=-1), "prefix_len=-1"),
+        (dict(evict="newest"), "evict='newest'"),
+        (dict(window=10**12), r"cache needs 128000\.00 GB"),
+    ],
+)
 def test_wrong_arguments_are_named(change, message):
     with pytest.raises(ValueError, match=message):
         SlidingCache(**(dict(config=CONFIG, batch_size=1, prefix_len=2, window=3) | change))

@@ -1,4 +1,5 @@
 """configurator.py as users meet it: a real script in a real process, its output and exit code."""
+
 import subprocess
 import sys
 
@@ -47,11 +48,13 @@ def call(tmp_path):
         for name, text in files.items():
             (tmp_path / f"{name}.py").write_text(text, encoding="utf-8")
         return subprocess.run([sys.executable, "script.py", *args], cwd=tmp_path, capture_output=True, text=True)
+
     return call
 
 
 def values(result):
     import json
+
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout.splitlines()[-1])
 
@@ -60,7 +63,11 @@ def test_overrides(call):
     got = values(call("--lr=1", "--steps=5", "--compile=True", "--start=a=b", "--ids=[3]", "--top_k=7", "--window=None"))
     assert got == dict(lr=1.0, steps=5, compile=True, start="a=b", ids=[3], top_k=7, window=None)
     assert isinstance(got["lr"], float)
-    assert values(call("--start=123"))["start"] == "123" and values(call("--start=")) ["start"] == "" and values(call("--start='x'"))["start"] == "'x'"
+    assert (
+        values(call("--start=123"))["start"] == "123"
+        and values(call("--start="))["start"] == ""
+        and values(call("--start='x'"))["start"] == "'x'"
+    )
 
 
 def test_files_and_order(call):
@@ -70,22 +77,50 @@ def test_files_and_order(call):
     assert values(call("a.py", a="window = None\ntop_k = 3\nids = [4]"))["window"] is None
 
 
-@pytest.mark.parametrize("args, parts", [
-    (["--strat=x"], ["'strat'", "did you mean 'start'"]), (["--zzz=1"], ["'zzz'"]), (["--_hidden=1"], ["'_hidden'"]), (["--steps"], ["--steps=VALUE", "10"]),
-    (["--steps=ten"], ["steps wants int", "--steps=ten"]), (["--steps=1.5"], ["steps wants int"]), (["--steps=True"], ["steps wants int"]),
-    (["--lr=fast"], ["lr wants float"]), (["--compile=false"], ["compile wants bool", "True or False"]), (["--compile=1"], ["compile wants bool"]),
-    (["--window=4.5"], ["window wants int or None"]), (["--window=False"], ["window wants int or None"]), (["--ids=5"], ["ids wants tuple"]),
-    (["--lr=None"], ["lr wants float"]), (["nowhere.py"], ["nowhere.py"]), (["-x"], ["-x"]), (["--=3"], ["--=3"]), (["--start=FILE:none.txt"], ["none.txt"]),
-    (["--steps=-1"], ["steps=-1: must be at least 0"]), (["."], ["."])])
+@pytest.mark.parametrize(
+    "args, parts",
+    [
+        (["--strat=x"], ["'strat'", "did you mean 'start'"]),
+        (["--zzz=1"], ["'zzz'"]),
+        (["--_hidden=1"], ["'_hidden'"]),
+        (["--steps"], ["--steps=VALUE", "10"]),
+        (["--steps=ten"], ["steps wants int", "--steps=ten"]),
+        (["--steps=1.5"], ["steps wants int"]),
+        (["--steps=True"], ["steps wants int"]),
+        (["--lr=fast"], ["lr wants float"]),
+        (["--compile=false"], ["compile wants bool", "True or False"]),
+        (["--compile=1"], ["compile wants bool"]),
+        (["--window=4.5"], ["window wants int or None"]),
+        (["--window=False"], ["window wants int or None"]),
+        (["--ids=5"], ["ids wants tuple"]),
+        (["--lr=None"], ["lr wants float"]),
+        (["nowhere.py"], ["nowhere.py"]),
+        (["-x"], ["-x"]),
+        (["--=3"], ["--=3"]),
+        (["--start=FILE:none.txt"], ["none.txt"]),
+        (["--steps=-1"], ["steps=-1: must be at least 0"]),
+        (["."], ["."]),
+    ],
+)
 def test_wrong_arguments_end_in_one_line(call, args, parts):
     result = call(*args)
-    assert result.returncode == 2 and result.stdout == "" and result.stderr.count("\n") == 1 and result.stderr.startswith("error: "), result.stderr
+    assert result.returncode == 2 and result.stdout == "" and result.stderr.count("\n") == 1 and result.stderr.startswith("error: "), (
+        result.stderr
+    )
     assert all(part in result.stderr for part in parts), result.stderr
 
 
-@pytest.mark.parametrize("text, parts", [
-    ("strat = 1", ["a.py", "'strat'", "did you mean 'start'"]), ("steps = '5'", ["a.py", "steps wants int, not str"]), ("steps = = 5", ["a.py", "SyntaxError"]),
-    ("steps = undefined", ["a.py", "NameError"]), ("open('nowhere')", ["a.py", "FileNotFoundError"]), ("compile = 'false'", ["compile wants bool"])])
+@pytest.mark.parametrize(
+    "text, parts",
+    [
+        ("strat = 1", ["a.py", "'strat'", "did you mean 'start'"]),
+        ("steps = '5'", ["a.py", "steps wants int, not str"]),
+        ("steps = = 5", ["a.py", "SyntaxError"]),
+        ("steps = undefined", ["a.py", "NameError"]),
+        ("open('nowhere')", ["a.py", "FileNotFoundError"]),
+        ("compile = 'false'", ["compile wants bool"]),
+    ],
+)
 def test_wrong_files_end_in_one_line(call, text, parts):
     """nanoGPT accepts a misspelt key in a config file silently."""
     result = call("a.py", a=text)
@@ -102,17 +137,33 @@ def test_help_lists_every_key(call):
     assert result.returncode == 0 and "A script." in result.stdout
     lines = {line.split("=")[0].strip(): line for line in result.stdout.splitlines() if line.startswith("  --")}
     assert list(lines) == [f"--{key}" for key in ("lr", "steps", "compile", "start", "ids", "top_k", "window", "debug")]
-    assert lines["--lr"].endswith("learning rate, > 0") and "=7" in lines["--steps"] and lines["--start"].endswith('"a # in the text" is no comment')
+    assert (
+        lines["--lr"].endswith("learning rate, > 0")
+        and "=7" in lines["--steps"]
+        and lines["--start"].endswith('"a # in the text" is no comment')
+    )
     assert lines["--window"].endswith("tokens; None = full")
 
 
 def test_importing_a_script_configures_nothing(tmp_path):
-    result = subprocess.run([sys.executable, "-c", "import sample; print(sample.window, sample.encode_prompt.__name__)", "--nonsense"], cwd=ROOT,
-                            capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, "-c", "import sample; print(sample.window, sample.encode_prompt.__name__)", "--nonsense"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
     assert result.stdout.strip() == "4096 encode_prompt", result.stderr
 
 
-@given(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.lists(st.integers()) | st.dictionaries(st.text(), st.integers()))
+@given(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.lists(st.integers())
+    | st.dictionaries(st.text(), st.integers())
+)
 @settings(max_examples=200, suppress_health_check=[HealthCheck.differing_executors])
 def test_a_value_written_as_python_comes_back(value):
     kind = type(value)

@@ -1,4 +1,5 @@
 """engine.py and the cache inside the model: decoding equals one masked forward, rows do not feel each other, and what stops a row."""
+
 import math
 
 import pytest
@@ -23,7 +24,7 @@ def through_the_cache(model, idx, prompt_lens, P, window, rope):
     cache = SlidingCache(model.config, B, P, window, max_len=T, dtype=model.lm_head.weight.dtype)
     nbytes = cache.nbytes
     out, real = torch.zeros(B, T, model.config.vocab_size, dtype=model.lm_head.weight.dtype), torch.zeros(B, T, dtype=torch.bool)
-    x = model.lm_head(model.features(idx[:, :max(prompt_lens)], rope=rope, cache=cache, n_new=prompt_lens))
+    x = model.lm_head(model.features(idx[:, : max(prompt_lens)], rope=rope, cache=cache, n_new=prompt_lens))
     for row, n in enumerate(prompt_lens):
         out[row, :n], real[row, :n] = x[row, :n], True
     at = list(prompt_lens)
@@ -38,9 +39,16 @@ def through_the_cache(model, idx, prompt_lens, P, window, rope):
 
 
 DECODE = {  # prompt lengths, P, window (per layer), T
-    "P longer than W": ([20, 20], [20, 20], 4, 60), "P shorter than W": ([5, 9], [5, 9], 12, 130), "P shorter than the prompt": ([30, 17], [4, 0], 7, 75),
-    "P = 0": ([9, 1], [0, 0], 6, 66), "W = 1": ([9, 4], [9, 2], 1, 30), "P beyond T": ([5, 5], [99, 0], 3, 40), "P beyond the prompt": ([2, 6], [11, 8], 5, 60),
-    "windows by layer": ([8, 13], [8, 3], [3, 10, None], 50), "no window": ([8, 13], [8, 3], None, 50)}
+    "P longer than W": ([20, 20], [20, 20], 4, 60),
+    "P shorter than W": ([5, 9], [5, 9], 12, 130),
+    "P shorter than the prompt": ([30, 17], [4, 0], 7, 75),
+    "P = 0": ([9, 1], [0, 0], 6, 66),
+    "W = 1": ([9, 4], [9, 2], 1, 30),
+    "P beyond T": ([5, 5], [99, 0], 3, 40),
+    "P beyond the prompt": ([2, 6], [11, 8], 5, 60),
+    "windows by layer": ([8, 13], [8, 3], [3, 10, None], 50),
+    "no window": ([8, 13], [8, 3], None, 50),
+}
 
 
 @pytest.mark.parametrize("rope", ["continue", "reset"])
@@ -55,7 +63,9 @@ def test_decoding_equals_one_masked_forward(case, rope):
         assert (got - want)[real].abs().max() < tolerance and real.sum() >= T + T - abs(prompt_lens[0] - prompt_lens[1])
         if case == "P shorter than the prompt":  # the comparison can tell masks and positions apart
             assert (got - model(idx, torch.tensor(P) + 1, window, rope=rope))[real].abs().max() > 1e-3
-            assert (got - model(idx, torch.tensor(P), window, rope={"reset": "continue", "continue": "reset"}[rope]))[real].abs().max() > 1e-3
+            assert (got - model(idx, torch.tensor(P), window, rope={"reset": "continue", "continue": "reset"}[rope]))[
+                real
+            ].abs().max() > 1e-3
 
 
 @torch.no_grad()
@@ -90,8 +100,9 @@ def test_reset_is_rerotation_by_slot():
 
     held = [[] for _ in range(config.n_layer)]
     for t in range(45):
-        x = model.model.embed_tokens(idx[:, t:t + 1])
+        x = model.model.embed_tokens(idx[:, t : t + 1])
         for block, cache in zip(model.model.layers, held, strict=True):
+
             def attend(q, k, v, cache=cache):
                 cache.append((k, v))
                 if len(cache) > P + W:
@@ -99,16 +110,18 @@ def test_reset_is_rerotation_by_slot():
                 n = len(cache)
                 keys = turn(torch.cat([k for k, _ in cache], 2), list(range(n))).repeat_interleave(2, 1)
                 values = torch.cat([v for _, v in cache], 2).repeat_interleave(2, 1)
-                scores = turn(q, [n - 1]) @ keys.transpose(-1, -2) / config.head_dim ** 0.5
+                scores = turn(q, [n - 1]) @ keys.transpose(-1, -2) / config.head_dim**0.5
                 return scores.softmax(-1) @ values
+
             x = block(x, attend)
         logits = model.lm_head(model.model.norm(x))[0, 0]
-        assert (logits - model(idx[:, :t + 1], P, W, rope="reset")[0, -1]).abs().max() < 1e-4, t   # angles are float32
+        assert (logits - model(idx[:, : t + 1], P, W, rope="reset")[0, -1]).abs().max() < 1e-4, t  # angles are float32
     assert (logits - model(idx, P, W)[0, -1]).abs().max() > 1e-2
 
 
 class CacheReads(TorchDispatchMode):
     """Counts the operations that compute with the keys of a cache, views apart."""
+
     def __init__(self, cache):
         super().__init__()
         self.storages, self.names = {k.untyped_storage().data_ptr() for k in cache.k}, []
@@ -143,15 +156,19 @@ def naive(model, prompt, n, P, window, rope="continue"):
     idx = list(prompt)
     for _ in range(n):
         idx.append(int(model(torch.tensor([idx]), P, window, rope=rope)[0, -1].argmax()))
-    return idx[len(prompt):]
+    return idx[len(prompt) :]
 
 
-@pytest.mark.parametrize("rope, window, prefix_len", [("continue", 4, None), ("reset", 4, None), ("continue", 6, 2), ("reset", 3, 0), ("continue", None, None)])
+@pytest.mark.parametrize(
+    "rope, window, prefix_len", [("continue", 4, None), ("reset", 4, None), ("continue", 6, 2), ("reset", 3, 0), ("continue", None, None)]
+)
 @torch.no_grad()
 def test_greedy_equals_the_naive_loop(rope, window, prefix_len):
     model = tiny_gpt()
     for rows in (1, 2, 99):
-        for prompt, done in zip(PROMPTS, generate(model, PROMPTS, 25, window=window, rope=rope, prefix_len=prefix_len, temperature=0, rows=rows), strict=True):
+        for prompt, done in zip(
+            PROMPTS, generate(model, PROMPTS, 25, window=window, rope=rope, prefix_len=prefix_len, temperature=0, rows=rows), strict=True
+        ):
             assert done.tokens == naive(model, prompt, 25, len(prompt) if prefix_len is None else prefix_len, window, rope)
             assert done.prompt == prompt and done.finish_reason == "length" and done.sampled == [True] * 25
 
@@ -168,7 +185,7 @@ def test_a_row_alone_beside_others_and_admitted_late(rope, evict):
         alone = generate(model, [prompt], n, seed=7, **how)[0]
         assert alone.tokens == c.tokens and max(abs(a - b) for a, b in zip(alone.logprobs, c.logprobs, strict=True)) < 1e-9
     a, b = generate(model, [PROMPTS[0]] * 2, 30, seed=7, **how)
-    assert a.tokens == together[0].tokens != b.tokens                                 # prompt i has the stream (seed, i)
+    assert a.tokens == together[0].tokens != b.tokens  # prompt i has the stream (seed, i)
     assert generate(model, [PROMPTS[0]], 30, seed=8, **how)[0].tokens != a.tokens
 
 
@@ -177,7 +194,7 @@ def test_logprobs_are_those_of_the_untruncated_distribution():
     model = tiny_gpt()
     for temperature, ban in ((0.7, 0), (0, 0), (1.0, 30)):
         c = generate(model, [PROMPTS[1]], 30, window=4, temperature=temperature, top_k=5, top_p=0.5, min_new_tokens=ban, stop_ids=[3])[0]
-        logits = model(torch.tensor([c.prompt + c.tokens]), len(c.prompt), 4)[0, len(c.prompt) - 1:-1]
+        logits = model(torch.tensor([c.prompt + c.tokens]), len(c.prompt), 4)[0, len(c.prompt) - 1 : -1]
         want = (logits / (temperature or 1)).log_softmax(-1)[torch.arange(len(c.tokens)), c.tokens]
         assert (torch.tensor(c.logprobs) - want).abs().max() < 1e-6 and (len(c.tokens) == 30 or c.tokens[-1] == 3)
 
@@ -193,7 +210,7 @@ def test_identical_prompts_are_prefilled_once():
         for prompt, n, seed, c in zip(group, lengths, range(10), done, strict=True):
             assert c.tokens == generate(model, [prompt], n, window=4, temperature=1.0, seed=seed)[0].tokens
     generate(model, [PROMPTS[3]] * 4, 20, rows=1, window=4, prefix_len=2, stats=stats)
-    assert stats["prefills"] == 4                                                     # without it in the prefix, the prompt slid away
+    assert stats["prefills"] == 4  # without it in the prefix, the prompt slid away
 
 
 def test_no_step_is_spent_on_finished_rows(monkeypatch):
@@ -202,7 +219,7 @@ def test_no_step_is_spent_on_finished_rows(monkeypatch):
     monkeypatch.setattr(model, "features", lambda idx, **kwargs: decoded.append(idx.numel()) or features(idx, **kwargs))
     lengths = [30, 5, 22, 41, 1, 17]
     generate(model, PROMPTS, lengths, rows=3, window=4)
-    assert sum(decoded) == sum(len(p) for p in PROMPTS) + sum(n - 1 for n in lengths)   # prompts once, then a pass per token but the last
+    assert sum(decoded) == sum(len(p) for p in PROMPTS) + sum(n - 1 for n in lengths)  # prompts once, then a pass per token but the last
 
 
 def test_cache_bytes_and_rows():
@@ -210,7 +227,7 @@ def test_cache_bytes_and_rows():
     generate(model, PROMPTS, 40, window=6, rows=3, stats=stats)
     assert stats["cache_bytes"] == 2 * 3 * 3 * 2 * (14 + 6) * 8 * 4 and stats["decode_steps"] > 0
     generate(model, PROMPTS, 2, window=10**9, stats=stats)
-    assert stats["cache_bytes"] == 2 * 3 * 6 * 2 * (14 + 16) * 8 * 4                  # no window needs more than the longest sequence
+    assert stats["cache_bytes"] == 2 * 3 * 6 * 2 * (14 + 16) * 8 * 4  # no window needs more than the longest sequence
     with pytest.raises(ValueError, match=r"cache needs \d+\.\d\d GB \(1 rows"):
         generate(model, [[1]], 10**12, window=None)
     with pytest.raises(ValueError, match="cache needs"):
@@ -223,9 +240,9 @@ def test_stop_ids_and_min_new_tokens():
     stop = free[20]
     first = free.index(stop)
     c = generate(model, [PROMPTS[0]], 200, window=5, temperature=1.0, stop_ids=[stop, 61])[0]
-    assert c.tokens == free[:first + 1] and c.finish_reason == "stop"
+    assert c.tokens == free[: first + 1] and c.finish_reason == "stop"
     c = generate(model, [PROMPTS[0]], 200, window=5, temperature=1.0, stop_ids=[stop], min_new_tokens=first + 30)[0]
-    assert stop not in c.tokens[:first + 30] and all(c.sampled)
+    assert stop not in c.tokens[: first + 30] and all(c.sampled)
     assert generate(model, [PROMPTS[0]], 200, window=5, temperature=1.0, stop_ids=[])[0].finish_reason == "length"
 
 
@@ -264,8 +281,8 @@ BEGIN, END, WAIT = 59, 60, (7, 8)
 def thinking_part(c):
     """Tokens between the first BEGIN of prompt and completion and the END behind it, or the end."""
     everything = c.prompt + c.tokens
-    everything = everything[everything.index(BEGIN) + 1:]
-    return everything[:everything.index(END)] if END in everything else everything
+    everything = everything[everything.index(BEGIN) + 1 :]
+    return everything[: everything.index(END)] if END in everything else everything
 
 
 def test_thinking_budget():
@@ -274,7 +291,7 @@ def test_thinking_budget():
     for seed in range(15):
         free = generate(model, [prompt], 80, seed=seed, **how)[0]
         c = generate(model, [prompt], 80, seed=seed, thinking=Thinking(END, BEGIN, maximum=10), **how)[0]
-        assert len(thinking_part(c)) <= 10 and c.tokens[:len(thinking_part(free))][:10] == free.tokens[:len(thinking_part(free))][:10]
+        assert len(thinking_part(c)) <= 10 and c.tokens[: len(thinking_part(free))][:10] == free.tokens[: len(thinking_part(free))][:10]
         if len(thinking_part(free)) > 10:
             assert c.tokens[10] == END and c.sampled[:11] == [True] * 10 + [False]
         c = generate(model, [prompt], 80, seed=seed, thinking=Thinking(END, BEGIN, minimum=40, wait_ids=WAIT), **how)[0]
@@ -294,33 +311,59 @@ def test_thinking_that_begins_in_the_completion_or_is_over_in_the_prompt():
         for seed in range(12):
             free = generate(model, [prompt], 60, seed=seed, **how)[0].tokens
             c = generate(model, [prompt], 60, seed=seed, thinking=Thinking(END, BEGIN, maximum=0), **how)[0]
-            if BEGIN in free[:-1]:                                                    # from here on every thought is cut at once
+            if BEGIN in free[:-1]:  # from here on every thought is cut at once
                 at = free.index(BEGIN)
-                assert c.tokens[:at + 2] == free[:at + 1] + [END]
+                assert c.tokens[: at + 2] == free[: at + 1] + [END]
                 seen += 1
             else:
-                assert c.tokens == free                                               # no thinking, nothing forced
+                assert c.tokens == free  # no thinking, nothing forced
         assert seen > 1
     c = generate(model, [PROMPTS[0]], 60, thinking=Thinking(END, None, maximum=4), **how)[0]
-    assert c.tokens[4] == END or END in c.tokens[:4]                                  # no start token: it thinks from the beginning
+    assert c.tokens[4] == END or END in c.tokens[:4]  # no start token: it thinks from the beginning
 
 
 def test_thinking_with_end_tokens_before_the_minimum():
     """An end of the whole answer is an end of the thinking too: below the minimum it is replaced."""
     model, prompt = tiny_gpt(), PROMPTS[0] + [BEGIN]
     for seed in range(10):
-        c = generate(model, [prompt], 60, seed=seed, window=6, temperature=1.5, top_p=1.0, stop_ids=list(range(30)),
-                     thinking=Thinking(END, BEGIN, minimum=25, wait_ids=(40,)))[0]
+        c = generate(
+            model,
+            [prompt],
+            60,
+            seed=seed,
+            window=6,
+            temperature=1.5,
+            top_p=1.0,
+            stop_ids=list(range(30)),
+            thinking=Thinking(END, BEGIN, minimum=25, wait_ids=(40,)),
+        )[0]
         assert len(c.tokens) >= 25 and all(t >= 30 for t in c.tokens[:25]) and False in c.sampled
 
 
-@pytest.mark.parametrize("change, message", [
-    (dict(prompts=[[1], []]), "prompt 1 is empty"), (dict(prompts=[[1, 61]]), "ids from 1 to 61, the model knows 0 to 60"),
-    (dict(prompts=[[-1]]), "ids from -1"), (dict(max_new_tokens=0), "max_new_tokens=0"), (dict(max_new_tokens=[1, 2]), "1 of them"),
-    (dict(seed=[1, 2]), "seed"), (dict(prefix_len=-1), "prefix_len=-1"), (dict(window=0), "window=0"), (dict(temperature=-0.1), "temperature=-0.1"),
-    (dict(temperature=math.nan), "temperature=nan"), (dict(top_k=0), "top_k=0"), (dict(top_p=0), "top_p=0"), (dict(top_p=1.1), "top_p=1.1"),
-    (dict(rows=0), "rows=0"), (dict(rope="none"), "rope='none'"), (dict(evict="none"), "evict='none'"), (dict(n_vocab=0), "n_vocab=0"),
-    (dict(stop_strings=["x"]), "stop_strings"), (dict(stop_strings=[""], decode=str), "stop_strings")])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(prompts=[[1], []]), "prompt 1 is empty"),
+        (dict(prompts=[[1, 61]]), "ids from 1 to 61, the model knows 0 to 60"),
+        (dict(prompts=[[-1]]), "ids from -1"),
+        (dict(max_new_tokens=0), "max_new_tokens=0"),
+        (dict(max_new_tokens=[1, 2]), "1 of them"),
+        (dict(seed=[1, 2]), "seed"),
+        (dict(prefix_len=-1), "prefix_len=-1"),
+        (dict(window=0), "window=0"),
+        (dict(temperature=-0.1), "temperature=-0.1"),
+        (dict(temperature=math.nan), "temperature=nan"),
+        (dict(top_k=0), "top_k=0"),
+        (dict(top_p=0), "top_p=0"),
+        (dict(top_p=1.1), "top_p=1.1"),
+        (dict(rows=0), "rows=0"),
+        (dict(rope="none"), "rope='none'"),
+        (dict(evict="none"), "evict='none'"),
+        (dict(n_vocab=0), "n_vocab=0"),
+        (dict(stop_strings=["x"]), "stop_strings"),
+        (dict(stop_strings=[""], decode=str), "stop_strings"),
+    ],
+)
 def test_wrong_arguments_are_named(change, message):
     with pytest.raises(ValueError, match=message):
         generate(tiny_gpt(), **(dict(prompts=[[1, 2]], max_new_tokens=3, window=3) | change))
@@ -336,22 +379,31 @@ def test_no_prompts_no_completions():
 # ---------------------------------------------------------------------------------------------------------------------
 # the draw
 
+
 def test_draw_by_hand():
     logits = torch.tensor([[0.1, 0.4, 0.3, 0.2]]).log()
 
     def draws(**how):
-        return [int(sample(logits, torch.tensor([u], dtype=torch.float64), 1.0, **how)) for u in (0.0, 0.0999, 0.11, 0.49, 0.51, 0.79, 0.81, 0.9999)]
+        return [
+            int(sample(logits, torch.tensor([u], dtype=torch.float64), 1.0, **how))
+            for u in (0.0, 0.0999, 0.11, 0.49, 0.51, 0.79, 0.81, 0.9999)
+        ]
 
-    assert draws(top_k=None, top_p=1) == [0, 0, 1, 1, 2, 2, 3, 3]                     # cumulative 0.1 0.5 0.8 1.0, in vocabulary order
-    assert draws(top_k=2, top_p=1) == [1, 1, 1, 1, 1, 2, 2, 2]                        # 4/7, 3/7
+    assert draws(top_k=None, top_p=1) == [0, 0, 1, 1, 2, 2, 3, 3]  # cumulative 0.1 0.5 0.8 1.0, in vocabulary order
+    assert draws(top_k=2, top_p=1) == [1, 1, 1, 1, 1, 2, 2, 2]  # 4/7, 3/7
     assert draws(top_k=99, top_p=1) == draws(top_k=4, top_p=1) == draws(top_k=None, top_p=1)
-    assert draws(top_k=None, top_p=0.4) == draws(top_k=1, top_p=1) == [1] * 8         # the fewest that reach 0.4
+    assert draws(top_k=None, top_p=0.4) == draws(top_k=1, top_p=1) == [1] * 8  # the fewest that reach 0.4
     assert draws(top_k=None, top_p=0.41) == draws(top_k=2, top_p=1)
-    assert draws(top_k=2, top_p=0.5) == [1] * 8                                       # of what top_k left, 4/7 is enough
+    assert draws(top_k=2, top_p=0.5) == [1] * 8  # of what top_k left, 4/7 is enough
     assert int(sample(logits, torch.tensor([0.99]), 0, None, 1)) == 1
 
 
-@given(st.lists(st.floats(-20, 20), min_size=1, max_size=300), st.floats(0, 1, exclude_max=True), st.floats(0.01, 1), st.none() | st.integers(1, 400))
+@given(
+    st.lists(st.floats(-20, 20), min_size=1, max_size=300),
+    st.floats(0, 1, exclude_max=True),
+    st.floats(0.01, 1),
+    st.none() | st.integers(1, 400),
+)
 @settings(max_examples=300, deadline=None)
 def test_draw_against_a_loop(logits, u, top_p, top_k):
     """A plain Python inverse CDF, sorted in full; many logits are equal or tiny, where off-by-ones and empty sets hide."""

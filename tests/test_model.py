@@ -1,4 +1,5 @@
 """model.py against transformers, on tiny random weights: logits, windows, files, and what must be refused."""
+
 import json
 
 import pytest
@@ -11,21 +12,39 @@ from attn_kernel import visible
 from checkpoint import local_folder
 from model import GPT, GPTConfig, device_and_dtype, rope_frequencies
 
-BASE = dict(hidden_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64, vocab_size=99,
-            max_position_embeddings=64, initializer_range=0.2)
-LLAMA3 = dict(rope_type="llama3", rope_theta=500000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
+BASE = dict(
+    hidden_size=48,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=64,
+    vocab_size=99,
+    max_position_embeddings=64,
+    initializer_range=0.2,
+)
+LLAMA3 = dict(
+    rope_type="llama3", rope_theta=500000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
+)
 YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=64)
 MODELS = {
-    "llama": LlamaConfig(**BASE), "llama, tied": LlamaConfig(**BASE, tie_word_embeddings=True), "llama, head_dim 6": LlamaConfig(**BASE, head_dim=6),
-    "llama, one key head": LlamaConfig(**BASE | dict(num_key_value_heads=1)), "llama3 scaling": LlamaConfig(**BASE, rope_parameters=LLAMA3),
+    "llama": LlamaConfig(**BASE),
+    "llama, tied": LlamaConfig(**BASE, tie_word_embeddings=True),
+    "llama, head_dim 6": LlamaConfig(**BASE, head_dim=6),
+    "llama, one key head": LlamaConfig(**BASE | dict(num_key_value_heads=1)),
+    "llama3 scaling": LlamaConfig(**BASE, rope_parameters=LLAMA3),
     "yarn scaling": LlamaConfig(**BASE | dict(max_position_embeddings=256), rope_parameters=YARN),
-    "yarn, given factors": Qwen2Config(**BASE | dict(max_position_embeddings=256), rope_parameters=YARN | dict(
-        attention_factor=1.3, beta_fast=16, beta_slow=2, truncate=False)),
+    "yarn, given factors": Qwen2Config(
+        **BASE | dict(max_position_embeddings=256),
+        rope_parameters=YARN | dict(attention_factor=1.3, beta_fast=16, beta_slow=2, truncate=False),
+    ),
     "yarn, mscale": LlamaConfig(**BASE | dict(max_position_embeddings=256), rope_parameters=YARN | dict(mscale=0.7, mscale_all_dim=1.2)),
-    "qwen2": Qwen2Config(**BASE), "qwen2, tied": Qwen2Config(**BASE, tie_word_embeddings=True),
+    "qwen2": Qwen2Config(**BASE),
+    "qwen2, tied": Qwen2Config(**BASE, tie_word_embeddings=True),
     "qwen2, its window unused": Qwen2Config(**BASE, sliding_window=5, use_sliding_window=False),
     "qwen2, its own window": Qwen2Config(**BASE, sliding_window=5, use_sliding_window=True, max_window_layers=1),
-    "qwen3": Qwen3Config(**BASE, head_dim=16), "qwen3, tied": Qwen3Config(**BASE, head_dim=20, tie_word_embeddings=True)}
+    "qwen3": Qwen3Config(**BASE, head_dim=16),
+    "qwen3, tied": Qwen3Config(**BASE, head_dim=20, tie_word_embeddings=True),
+}
 
 
 def hf_model(config, seed=0):
@@ -44,6 +63,7 @@ def save(tmp_path):
         model = hf_model(config)
         model.save_pretrained(tmp_path / "hf", **kwargs)
         return model, tmp_path / "hf"
+
     return save
 
 
@@ -52,10 +72,10 @@ def save(tmp_path):
 def test_logits_equal_transformers(name, save):
     hf, folder = save(MODELS[name])
     model = GPT.from_pretrained(folder)
-    idx = torch.randint(99, (2, 300), generator=torch.Generator().manual_seed(1))     # several times the original length
+    idx = torch.randint(99, (2, 300), generator=torch.Generator().manual_seed(1))  # several times the original length
     want = hf(idx).logits
     assert (model(idx) - want).abs().max() < 2e-4 and want.std() > 0.5
-    far = torch.arange(30_000, 30_300)[None].expand(2, -1)                            # tables built in bfloat16 are off by radians here
+    far = torch.arange(30_000, 30_300)[None].expand(2, -1)  # tables built in bfloat16 are off by radians here
     assert (model(idx, positions=far) - hf(idx, position_ids=far).logits).abs().max() < 2e-4
 
 
@@ -67,7 +87,7 @@ def test_windows_equal_transformers_under_the_same_mask(name, save):
     idx = torch.randint(99, (3, 90))
     i, j = torch.arange(90)[:, None], torch.arange(90)
     for P, W in ((torch.tensor([0, 7, 100]), 10), (torch.tensor([3, 3, 3]), 1), (torch.tensor([50, 1, 0]), None)):
-        mask = torch.stack([visible(i, j, p, W) for p in P.tolist()])[:, None]        # (B, 1, T, T)
+        mask = torch.stack([visible(i, j, p, W) for p in P.tolist()])[:, None]  # (B, 1, T, T)
         assert (model(idx, P, W) - hf(idx, attention_mask=mask).logits).abs().max() < 2e-4
 
 
@@ -109,6 +129,7 @@ def test_oldest_config_files(save):
 
 def test_tied_head_stored_or_absent(save):
     from safetensors.torch import load_file, save_file
+
     hf, folder = save(MODELS["llama, tied"])
     path = folder / "model.safetensors"
     weights = load_file(path)
@@ -117,7 +138,7 @@ def test_tied_head_stored_or_absent(save):
     with torch.no_grad():
         save_file(weights | {"lm_head.weight": weights["model.embed_tokens.weight"].clone()}, path)
         assert (GPT.from_pretrained(folder)(idx) - hf(idx).logits).abs().max() < 2e-4
-        save_file({f"_orig_mod.{k}": v for k, v in weights.items()}, path)            # saved from a compiled model
+        save_file({f"_orig_mod.{k}": v for k, v in weights.items()}, path)  # saved from a compiled model
         model = GPT.from_pretrained(folder)
         assert (model(idx) - hf(idx).logits).abs().max() < 2e-4 and model.lm_head.weight is model.model.embed_tokens.weight
     save_file(weights | {"lm_head.weight": weights["model.embed_tokens.weight"] + 1}, path)
@@ -125,13 +146,18 @@ def test_tied_head_stored_or_absent(save):
         GPT.from_pretrained(folder)
 
 
-@pytest.mark.parametrize("name, damage, message", [
-    ("llama", lambda w: w.pop("lm_head.weight"), "1 tensors are missing: lm_head.weight"),
-    ("qwen2", lambda w: w.pop("model.layers.1.self_attn.k_proj.bias"), "missing: model.layers.1.self_attn.k_proj.bias"),
-    ("llama", lambda w: w.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(48)}), "not used by this model: .*q_proj.bias"),
-    ("llama", lambda w: w.update({"model.norm.weight": torch.zeros(47)}), r"model.norm.weight is \(47,\), the model wants \(48,\)")])
+@pytest.mark.parametrize(
+    "name, damage, message",
+    [
+        ("llama", lambda w: w.pop("lm_head.weight"), "1 tensors are missing: lm_head.weight"),
+        ("qwen2", lambda w: w.pop("model.layers.1.self_attn.k_proj.bias"), "missing: model.layers.1.self_attn.k_proj.bias"),
+        ("llama", lambda w: w.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(48)}), "not used by this model: .*q_proj.bias"),
+        ("llama", lambda w: w.update({"model.norm.weight": torch.zeros(47)}), r"model.norm.weight is \(47,\), the model wants \(48,\)"),
+    ],
+)
 def test_wrong_tensors_are_named(name, damage, message, save):
     from safetensors.torch import load_file, save_file
+
     _, folder = save(MODELS[name])
     weights = load_file(folder / "model.safetensors")
     damage(weights)
@@ -140,11 +166,21 @@ def test_wrong_tensors_are_named(name, damage, message, save):
         GPT.from_pretrained(folder)
 
 
-@pytest.mark.parametrize("change, message", [
-    (dict(model_type="mamba"), "model_type 'mamba'"), (dict(hidden_act="gelu"), "hidden_act='gelu'"), (dict(attention_bias=True), "attention_bias=True"),
-    (dict(mlp_bias=True), "mlp_bias=True"), (dict(quantization_config={"bits": 4}), "quantization_config"), (dict(hidden_size=None), "lacks hidden_size"),
-    (dict(rope_parameters=dict(rope_type="longrope", rope_theta=1e4)), "rope scaling 'longrope'"), (dict(num_key_value_heads=3), "n_kv_head=3"),
-    (dict(rope_parameters=dict(rope_type="yarn", rope_theta=1e4)), "'yarn' lacks factor"), (dict(head_dim=7), "head_dim=7")])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(model_type="mamba"), "model_type 'mamba'"),
+        (dict(hidden_act="gelu"), "hidden_act='gelu'"),
+        (dict(attention_bias=True), "attention_bias=True"),
+        (dict(mlp_bias=True), "mlp_bias=True"),
+        (dict(quantization_config={"bits": 4}), "quantization_config"),
+        (dict(hidden_size=None), "lacks hidden_size"),
+        (dict(rope_parameters=dict(rope_type="longrope", rope_theta=1e4)), "rope scaling 'longrope'"),
+        (dict(num_key_value_heads=3), "n_kv_head=3"),
+        (dict(rope_parameters=dict(rope_type="yarn", rope_theta=1e4)), "'yarn' lacks factor"),
+        (dict(head_dim=7), "head_dim=7"),
+    ],
+)
 def test_unsupported_configs_are_named(change, message, save):
     _, folder = save(MODELS["llama"])
     d = json.loads((folder / "config.json").read_text())
@@ -163,12 +199,12 @@ def test_damaged_and_absent_files(save, tmp_path):
     with pytest.raises(FileNotFoundError, match="holds no model.safetensors"):
         GPT.from_pretrained(folder)
     (folder / "config.json").write_text("{")
-    with pytest.raises(ValueError, match="config.json is not JSON"):
+    with pytest.raises(ValueError, match="config.json is not JSON in UTF-8"):
         GPT.from_pretrained(folder)
     (folder / "config.json").unlink()
     with pytest.raises(FileNotFoundError, match="config.json is missing"):
         GPT.from_pretrained(folder)
-    with pytest.raises(FileNotFoundError, match="no folder"):
+    with pytest.raises(FileNotFoundError, match="neither a folder here"):
         GPT.from_pretrained(tmp_path / "nowhere")
     (tmp_path / "prepare.py").touch()
     with pytest.raises(FileNotFoundError, match="run python .*prepare.py"):

@@ -1,4 +1,5 @@
 """sample.py from the command line and in process, on a tiny model with a byte-level tokenizer saved to disk."""
+
 import json
 import os
 import pty
@@ -28,7 +29,17 @@ def folder(tmp_path_factory):
 
 
 def command(folder, *args, **how):
-    args = [sys.executable, "sample.py", f"--init_from={folder}", "--device=cpu", "--chat=False", "--start=abc", "--max_new_tokens=40", "--window=8", *args]
+    args = [
+        sys.executable,
+        "sample.py",
+        f"--init_from={folder}",
+        "--device=cpu",
+        "--chat=False",
+        "--start=abc",
+        "--max_new_tokens=40",
+        "--window=8",
+        *args,
+    ]
     return subprocess.run(args, cwd=ROOT, capture_output=True, text=True, **how)
 
 
@@ -51,12 +62,16 @@ def test_end_to_end(folder):
 @pytest.mark.parametrize("policy", POLICIES)
 def test_policies_and_prompts_from_files(folder, policy, tmp_path, monkeypatch, capsys):
     (tmp_path / "prompt.txt").write_text("žluťoučký kůň", encoding="utf-8")
-    for key, value in dict(init_from=str(folder), device="cpu", chat=False, start=f"FILE:{tmp_path}/prompt.txt", max_new_tokens=60, window=6, policy=policy).items():
+    for key, value in dict(
+        init_from=str(folder), device="cpu", chat=False, start=f"FILE:{tmp_path}/prompt.txt", max_new_tokens=60, window=6, policy=policy
+    ).items():
         monkeypatch.setattr(sample, key, value)
     sample.main()
     out = capsys.readouterr().out
     prompt = list("žluťoučký kůň".encode())
-    c = generate(GPT.from_pretrained(folder), [prompt], 60, stop_ids=[256], n_vocab=257, seed=1337, **(dict(window=6) | POLICIES[policy]))[0]
+    c = generate(GPT.from_pretrained(folder), [prompt], 60, stop_ids=[256], n_vocab=257, seed=1337, **(dict(window=6) | POLICIES[policy]))[
+        0
+    ]
     assert out.startswith("žluťoučký kůň" + "".join(load_tokenizer(folder).stream(c.tokens)))
     last = json.loads(out.splitlines()[-1])
     assert last["policy"] == policy and last["prompt_tokens"] == len(prompt)
@@ -65,7 +80,9 @@ def test_policies_and_prompts_from_files(folder, policy, tmp_path, monkeypatch, 
 
 
 def test_stop_strings_are_not_shown(folder, monkeypatch, capsys):
-    for key, value in dict(init_from=str(folder), device="cpu", chat=False, start="abc", max_new_tokens=400, min_new_tokens=400, window=8, temperature=1.5).items():
+    for key, value in dict(
+        init_from=str(folder), device="cpu", chat=False, start="abc", max_new_tokens=400, min_new_tokens=400, window=8, temperature=1.5
+    ).items():
         monkeypatch.setattr(sample, key, value)
     sample.main()
     free = capsys.readouterr().out.rsplit("\n1 x ", 1)[0]
@@ -73,21 +90,41 @@ def test_stop_strings_are_not_shown(folder, monkeypatch, capsys):
     monkeypatch.setattr(sample, "stop", [end])
     sample.main()
     out = capsys.readouterr().out
-    assert out.rsplit("\n1 x ", 1)[0] == "abc" + free[3:3 + free[3:].index(end)] and json.loads(out.splitlines()[-1])["finish_reasons"] == ["stop"]
+    assert out.rsplit("\n1 x ", 1)[0] == "abc" + free[3 : 3 + free[3:].index(end)] and json.loads(out.splitlines()[-1])[
+        "finish_reasons"
+    ] == ["stop"]
 
 
-@pytest.mark.parametrize("args, message", [
-    (["--windw=8"], "did you mean 'window'"), (["--window=0"], "window=0: a window is None"), (["--window=wide"], "window wants int or list or None"),
-    (["--start=FILE:none.txt"], "no such file: none.txt"), (["--init_from=nowhere"], "'nowhere' is neither a folder")])
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        (["--windw=8"], "did you mean 'window'"),
+        (["--window=0"], "window=0: a window is None"),
+        (["--window=wide"], "window wants int or list or None"),
+        (["--start=FILE:none.txt"], "no such file: none.txt"),
+        (["--init_from=nowhere"], "'nowhere' is neither a folder"),
+    ],
+)
 def test_bad_input_ends_in_one_line(folder, args, message):
     result = command(folder, *args)
     assert result.returncode == 2 and result.stderr.count("\n") == 1 and message in result.stderr and not result.stdout, result.stderr
 
 
-@pytest.mark.parametrize("change, message", [
-    (dict(policy="prefix"), "policy='prefix': one of prefix_sliding, full"), (dict(top_p=0), "top_p=0"), (dict(start=""), "prompt 0 is empty"),
-    (dict(num_samples=0), "num_samples=0"), (dict(device="tpu9"), "device='tpu9'"), (dict(dtype="int8"), "dtype='int8'"), (dict(window=[4]), "1 entries"),
-    (dict(show=True), "needs a terminal"), (dict(max_think=5), "need a </think> token"), (dict(window=None, max_new_tokens=10**11), r"cache needs \d+")])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(policy="prefix"), "policy='prefix': one of prefix_sliding, full"),
+        (dict(top_p=0), "top_p=0"),
+        (dict(start=""), "prompt 0 is empty"),
+        (dict(num_samples=0), "num_samples=0"),
+        (dict(device="tpu9"), "device='tpu9'"),
+        (dict(dtype="int8"), "dtype='int8'"),
+        (dict(window=[4]), "1 entries"),
+        (dict(show=True), "needs a terminal"),
+        (dict(max_think=5), "need a </think> token"),
+        (dict(window=None, max_new_tokens=10**11), r"cache needs \d+"),
+    ],
+)
 def test_bad_values_are_named(folder, change, message, monkeypatch):
     for key, value in (dict(init_from=str(folder), device="cpu", chat=False, window=8) | change).items():
         monkeypatch.setattr(sample, key, value)
@@ -99,8 +136,24 @@ def test_show_colours_tokens_by_where_they_are(folder):
     """In a real terminal (a pty of 24 x 80): prefix, dropped and window in three colours, in that order, and the right counts."""
     parent, child = pty.openpty()
     env = os.environ | dict(COLUMNS="80", LINES="24")
-    process = subprocess.Popen([sys.executable, "sample.py", f"--init_from={folder}", "--device=cpu", "--chat=False", "--start=abc", "--max_new_tokens=30",
-                                "--min_new_tokens=30", "--window=8", "--show=True"], cwd=ROOT, stdout=child, stderr=child, env=env)
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "sample.py",
+            f"--init_from={folder}",
+            "--device=cpu",
+            "--chat=False",
+            "--start=abc",
+            "--max_new_tokens=30",
+            "--min_new_tokens=30",
+            "--window=8",
+            "--show=True",
+        ],
+        cwd=ROOT,
+        stdout=child,
+        stderr=child,
+        env=env,
+    )
     os.close(child)
     out = b""
     while True:

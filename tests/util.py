@@ -1,4 +1,5 @@
 """What several tests share: tiny models, and references written apart from the code they judge."""
+
 import torch
 
 from model import GPT, GPTConfig

