@@ -13,6 +13,7 @@ Kept simple on purpose: no nesting, no environment variables, no merging of list
 import ast
 import difflib
 import inspect
+import os
 import re
 import sys
 import tokenize
@@ -49,15 +50,18 @@ def configure(script):
 
 
 def run(main):
-    """Call main(). Bad input (ValueError, FileNotFoundError) becomes one line on standard error and exit code 2, an interrupt
-    exit code 130; --debug=True shows the traceback instead."""
+    """Call main(). Bad input (ValueError, or a file that cannot be opened) becomes one line on standard error and exit code 2, an
+    interrupt exit code 130; --debug=True shows the traceback instead."""
     try:
         main()
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError) as error:
         if main.__globals__.get("debug"):
             raise
-        missing = isinstance(error, FileNotFoundError) and error.filename
-        _fail(f"no such file: {error.filename}" if missing else error)
+        named = isinstance(error, OSError) and error.filename
+        _fail(f"{error.filename}: {error.strerror}" if named else error)
+    except BrokenPipeError:  # whoever read the output, such as head, has seen enough; nothing more can be written, at exit neither
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)

@@ -94,10 +94,11 @@ def generate(model, prompts, max_new_tokens, *, prefix_len=None, window=4096, ro
     _check(prompts, limits, config, prefix_len, temperature, top_k, top_p, stop_strings, decode, n_vocab, rows)
     if not prompts:
         return []
-    # A prefix or a window longer than any sequence would cost memory and change nothing.
-    longest = max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True))
-    windows = [w and min(w, longest) for w in layer_windows(config, window)]
-    prefixes = [len(prompt) if prefix_len is None else min(prefix_len, longest) for prompt in prompts]
+    # A prefix or a window longer than what any sequence can fill would cost memory and change nothing.
+    lengths = [len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True)]
+    prefixes = [min(len(prompt) if prefix_len is None else prefix_len, n) for prompt, n in zip(prompts, lengths, strict=True)]
+    longest, room = max(lengths), max(1, max(n - P for n, P in zip(lengths, prefixes, strict=True)))
+    windows = [w and min(w, room) for w in layer_windows(config, window)]
     fit = int(0.8 * free_bytes(weight.device) / row_bytes(config, windows, max(prefixes), longest, weight.dtype))
     n_rows = min(n, rows or max(fit, 1))
     cache = SlidingCache(config, n_rows, max(prefixes), windows, evict=evict, max_len=longest, dtype=weight.dtype, device=weight.device)
@@ -255,6 +256,6 @@ def _check(prompts, limits, config, prefix_len, temperature, top_k, top_p, stop_
             ("n_vocab", n_vocab is None or 1 <= n_vocab, n_vocab, "None or at least 1"),
             ("rows", rows is None or rows >= 1, rows, "None (as many as fit) or at least 1"),
             ("stop_strings", not stop_strings or decode is not None, stop_strings, "given together with decode"),
-            ("stop_strings", "" not in stop_strings, stop_strings, "not empty")):
+            ("stop_strings", all(isinstance(s, str) and s for s in stop_strings), stop_strings, "strings, and not empty")):
         if not ok:
             raise ValueError(f"{name}={value!r}: must be {right}")

@@ -8,6 +8,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks the network
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors gain nothing from threads, and lose much when another process has a core
 
 
 @pytest.fixture(scope="session")

@@ -227,7 +227,7 @@ def test_cache_bytes_and_rows():
     generate(model, PROMPTS, 40, window=6, rows=3, stats=stats)
     assert stats["cache_bytes"] == 2 * 3 * 3 * 2 * (14 + 6) * 8 * 4 and stats["decode_steps"] > 0
     generate(model, PROMPTS, 2, window=10**9, stats=stats)
-    assert stats["cache_bytes"] == 2 * 3 * 6 * 2 * (14 + 16) * 8 * 4  # no window needs more than the longest sequence
+    assert stats["cache_bytes"] == 2 * 3 * 6 * 2 * (14 + 2) * 8 * 4  # no window needs more than what comes behind the prompt
     with pytest.raises(ValueError, match=r"cache needs \d+\.\d\d GB \(1 rows"):
         generate(model, [[1]], 10**12, window=None)
     with pytest.raises(ValueError, match="cache needs"):
@@ -362,6 +362,7 @@ def test_thinking_with_end_tokens_before_the_minimum():
         (dict(n_vocab=0), "n_vocab=0"),
         (dict(stop_strings=["x"]), "stop_strings"),
         (dict(stop_strings=[""], decode=str), "stop_strings"),
+        (dict(stop_strings=[5], decode=str), r"stop_strings=\[5\]"),
     ],
 )
 def test_wrong_arguments_are_named(change, message):

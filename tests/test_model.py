@@ -207,7 +207,7 @@ def test_damaged_and_absent_files(save, tmp_path):
     with pytest.raises(FileNotFoundError, match="neither a folder here"):
         GPT.from_pretrained(tmp_path / "nowhere")
     (tmp_path / "prepare.py").touch()
-    with pytest.raises(FileNotFoundError, match="run python .*prepare.py"):
+    with pytest.raises(FileNotFoundError, match="run .python .*prepare.py"):
         local_folder(tmp_path, [])
 
 

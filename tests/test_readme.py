@@ -1,0 +1,42 @@
+"""The README is a product: its Python runs, its commands name files and keys that exist."""
+import contextlib
+import io
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.S)
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
+def test_python_blocks_run(block, smollm2, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    (tmp_path / "block.py").write_text(block, encoding="utf-8")
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        runpy.run_path(str(tmp_path / "block.py"))
+    if "dense" in block:
+        assert float(re.search(r"tensor\((.*)\)", out.getvalue())[1]) < 1e-5
+    else:
+        assert out.getvalue().count("\n") == 4
+
+
+def test_commands_name_what_exists():
+    commands = re.findall(r"python ([\w/]+\.py)([^\n`]*)", README)
+    assert len(commands) > 4
+    for script, rest in commands:
+        source = Path(ROOT / script).read_text(encoding="utf-8")
+        for word in rest.split("#")[0].split():
+            if word.endswith(".py"):
+                assert (ROOT / word).exists(), word
+            elif word.startswith("--"):
+                assert re.search(rf"^{word[2:].split('=')[0]}\b.*=", source, re.M), (script, word)
+
+
+def test_files_of_the_map_exist():
+    for name in re.findall(r"^\| `([\w./<>]+)`", README.split("## Files")[1].split("##")[0], re.M):
+        assert (ROOT / name).exists(), name
