@@ -72,7 +72,7 @@ class SlidingCache:
     def __init__(self, config, batch_size, prefix_len, window, *, evict="oldest", max_len=None, dtype=torch.float32, device="cpu"):
         if evict not in ("oldest", "random"):
             raise ValueError(f"evict={evict!r}: a cache evicts the 'oldest' or a 'random' token")
-        self.batch_size, self.evict, self.heads = batch_size, evict, config.n_kv_head
+        self.batch_size, self.heads = batch_size, config.n_kv_head
         self.windows, self.max_len = layer_windows(config, window), max_len
         self.prefix_len = torch.as_tensor(prefix_len, dtype=torch.int64).expand(batch_size).clone().to(device)
         self.max_prefix = int(self.prefix_len.max())
@@ -148,7 +148,7 @@ class SlidingCache:
         for row, count in zip(index, counts, strict=True):
             self.lengths[row] += count
         # `rows` stays a slice where it came as one: slicing gives views of the cache, a list gives copies.
-        self.rows, self.n_rows, self.row_ids = rows, len(index), torch.arange(self.batch_size, device=self.length.device)[rows]
+        self.rows, self.row_ids = rows, torch.arange(self.batch_size, device=self.length.device)[rows]
         old = self.length[rows].clone()                                               # (rows,)
         self.length[rows] += torch.as_tensor(counts, device=old.device)
         P, T = self.prefix_len[rows], max(counts)
@@ -186,7 +186,7 @@ class SlidingCache:
         """Where one new token per row goes: (rows, 1) slots, or (rows, Hkv) if eviction is random, and the valid slots after it."""
         slot = pos if w is None else self._slot(pos, P[:, None], w)
         if self.held:
-            held = self.held[w][self.rows]                                        # (rows, Hkv, slots)
+            held = self.held[w][self.rows]                                            # (rows, Hkv, slots)
             if w is not None:
                 slot = torch.where(pos < P[:, None] + w, pos, self._random_slot(held, P, w, pos))
             held = held.scatter(2, slot.expand(-1, self.heads)[:, :, None], pos[:, :, None].expand(-1, self.heads, 1))
@@ -212,7 +212,7 @@ class SlidingCache:
         C = int(count.max())
         x = torch.arange(C + T, device=pos.device)
         held_pos = torch.where(x[:C] < P, x[:C], old - count + x[:C])                 # (rows, C) in order of position
-        order = (held_pos if w is None else self._slot(held_pos, P, w))  # beyond count: any slot
+        order = held_pos if w is None else self._slot(held_pos, P, w)                 # beyond count: any slot
         index = torch.where(x < count, x, (x - count + C).clamp(max=C + T - 1))       # (rows, C + T) into [held, new]
         end = self.length[self.rows][:, None]                                         # (rows, 1) tokens seen after this step
         keep = pos < end if w is None else (pos < end) & ((pos < P) | (pos >= end - w))
