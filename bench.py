@@ -1,0 +1,298 @@
+"""
+How fast, and in how much memory. The first argument says what:
+
+    python bench.py kernel                                        # attention alone, against PyTorch's and other people's
+    python bench.py kernel --lengths=8192,16384 --windows=512,    # on a CPU: T = 8,192 and 16,384 (2 GB of memory, 2 minutes)
+    python bench.py kernel --prefix=1000 --n_head=16 --n_kv_head=4 --head_dim=64
+    python bench.py decode                                        # a whole model: time per token and cache against length
+
+kernel: forward, backward and one step of decoding for every length and window, by
+    ours         prefix + window by attn_kernel.py: Triton on CUDA, the block-sparse PyTorch path elsewhere
+    flex         the same mask by FlexAttention (CUDA)
+    flash-attn   a plain window without the prefix, by the flash_attn package where it is installed (CUDA)
+    sdpa mask    the same mask as a dense (T, T) matrix, by scaled_dot_product_attention, up to a length
+    sdpa full    full causal attention; its decoding reads T keys where ours reads P + W
+FLOPs are those of the visible pairs of query and key alone, 4 D per pair forward and 10 D backward; shares are of the rates that
+a large matrix product and a copy reach on this machine. SDPA and flash-attn get repeated key heads, outside of the timing, where
+they are slow without.
+
+decode: one token of a whole model (init_from) when its trace is so and so long, with Prefix Sliding and with full attention. The caches
+are filled with random keys, so that nobody has to wait for 131,072 tokens; the cases take turns, a few tokens each, so that a busy
+moment of the machine hits them alike. What does not fit the memory is left out and said.
+
+Times are medians; the last line is JSON.
+"""
+import sys
+
+device = "auto"                            # "auto" (cuda, mps, cpu) | "cpu" | "cuda" | "cuda:1" | "mps"
+dtype = "auto"                             # "auto" | "bfloat16" | "float16" | "float32"
+init_from = "data/smollm2"                 # decode: a Hugging Face folder or a hub name
+lengths: tuple | None = None               # tokens, e.g. (4096, 8192); None = 4K to 128K on CUDA, else 2K to 16K; decode: P + W to 128K
+windows: tuple | None = None               # tokens, e.g. (2048,); None = (2048, 4096, 8192) on CUDA, (512,) elsewhere; decode: (2048,)
+prefix = 200                               # tokens, P
+batch = 1                                  # sequences in forward and backward
+rows: int | None = None                    # sequences decoded at once; None = 16, decode: 1
+n_head: int | None = None                  # query heads; None = 32 on CUDA, 4 elsewhere
+n_kv_head: int | None = None               # key heads; None = 8 on CUDA, 2 elsewhere
+head_dim: int | None = None                # None = 128 on CUDA, 64 elsewhere
+dense_up_to = 16384                        # longest T for "sdpa mask", whose memory is quadratic
+repeats = 5                                # runs per timing, after one that warms up; decode: turns of 8 tokens; at least 1
+
+_what = sys.argv.pop(1) if __name__ == "__main__" and sys.argv[1:] and sys.argv[1][0] != "-" else None
+
+from configurator import configure, run
+
+configure(globals())
+
+import ctypes
+import json
+import threading
+import time
+
+import psutil
+import torch
+import torch.nn.functional as F
+
+from attn_kernel import decode_attention, flex_block_mask, flex_compiled, prefix_sliding_attention, visible
+from model import GPT, device_and_dtype
+from sliding_cache import SlidingCache
+
+# ---------------------------------------------------------------------------------------------------------------------
+# measuring
+
+def seconds(f, device):
+    """The time of f(), the fastest of `repeats` runs: what else the machine does can only add to it."""
+    f()
+    times = []
+    for _ in range(repeats):
+        synchronize(device)
+        began = time.perf_counter()
+        f()
+        synchronize(device)
+        times.append(time.perf_counter() - began)
+    return min(times)
+
+
+def synchronize(device):
+    if device.type != "cpu":
+        getattr(torch, device.type).synchronize()
+
+
+def peak_bytes(f, device):
+    """By how much memory grows at most while f() runs: what CUDA counts, or the process as seen every millisecond."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        f()
+        synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    if sys.platform == "linux":
+        ctypes.CDLL(None).malloc_trim(0)  # or else freed memory that the process has kept would hide what is used anew
+    process, done = psutil.Process(), threading.Event()
+    before = peak = process.memory_info().rss
+
+    def watch():
+        nonlocal peak
+        while not done.wait(0.001):
+            peak = max(peak, process.memory_info().rss)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    f()
+    done.set()
+    watcher.join()
+    return peak - before
+
+
+def machine_rates(device, dtype):
+    """What this machine reaches: (FLOP/s of a large matrix product, bytes/s of a copy, read and written counted)."""
+    n, size = (8192, 2**30) if device.type == "cuda" else (2048, 2**27)
+    a, x = torch.randn(n, n, device=device, dtype=dtype), torch.ones(size, dtype=torch.uint8, device=device)
+    y = torch.empty_like(x)
+    return 2 * n**3 / seconds(lambda: a @ a, device), 2 * size / seconds(lambda: y.copy_(x), device)
+
+
+def rounded(**row):
+    """A row of a table, its floats to four digits."""
+    return {key: float(f"{value:.4g}") if isinstance(value, float) else value for key, value in row.items()}
+
+
+def print_table(table):
+    columns = list(table[0])
+    cells = [columns] + [["-" if row[c] is None else f"{row[c]:g}" if isinstance(row[c], float) else str(row[c]) for c in columns]
+                         for row in table]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
+    for line in cells:
+        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# attention alone
+
+def visible_pairs(T, P, W):
+    """How many (query, key) pairs the mask leaves in a sequence of T tokens."""
+    i = torch.arange(T)
+    return int((torch.clamp(i + 1, max=W) + (i - W + 1).clamp(0, P)).sum())
+
+
+def peers(q, k, v, P, W):
+    """{name: (function without arguments, its inputs, visible pairs)} of everybody who can do these inputs."""
+    T, device, group = q.size(2), q.device, q.size(1) // k.size(1)
+    some, every = visible_pairs(T, P, W), T * (T + 1) // 2
+    k_all, v_all = (x.detach().repeat_interleave(group, 1).requires_grad_() for x in (k, v))
+    out = {"ours": (lambda: prefix_sliding_attention(q, k, v, P, W), [q, k, v], some)}
+    if device.type == "cuda":
+        mask = flex_block_mask(q, k, torch.tensor([P], device=device), W, torch.tensor([0], device=device))
+        out["flex"] = (lambda: flex_compiled()(q, k, v, block_mask=mask, enable_gqa=group > 1), [q, k, v], some)
+        try:
+            from flash_attn import flash_attn_func
+        except ImportError:
+            pass
+        else:
+            x = [t.detach().transpose(1, 2).contiguous().requires_grad_() for t in (q, k, v)]
+            out["flash-attn"] = (lambda: flash_attn_func(*x, causal=True, window_size=(W - 1, 0)), x, visible_pairs(T, 0, W))
+    if T <= dense_up_to:
+        i = torch.arange(T, device=device)
+        dense = visible(i[:, None], i, P, W)
+        out["sdpa mask"] = (lambda: F.scaled_dot_product_attention(q, k_all, v_all, attn_mask=dense), [q, k_all, v_all], some)
+    out["sdpa full"] = (lambda: F.scaled_dot_product_attention(q, k_all, v_all, is_causal=True), [q, k_all, v_all], every)
+    return out
+
+
+def decoder(peer, make, rows, P, W, T, H, Hkv):
+    """(a function without arguments that decodes one token of `rows` sequences, the slots it reads), or (None, 0)."""
+    slots = {"ours": P + W, "sdpa full": T}.get(peer, 0)
+    if not slots:
+        return None, 0
+    q, k, v = make(rows, H, 1), make(rows, Hkv, slots), make(rows, Hkv, slots)
+    full = torch.full((rows,), slots, device=q.device)
+    if peer == "ours":
+        return lambda: decode_attention(q, k, v, full), slots
+    return lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=H != Hkv), slots
+
+
+def kernel():
+    where, kind = device_and_dtype(device, dtype)
+    large = where.type == "cuda"
+    Ts = lengths or ((4096, 8192, 16384, 32768, 65536, 131072) if large else (2048, 4096, 8192, 16384))
+    Ws = windows or ((2048, 4096, 8192) if large else (512,))
+    H, Hkv, D = n_head or (32 if large else 4), n_kv_head or (8 if large else 2), head_dim or (128 if large else 64)
+    n_rows = 16 if rows is None else rows
+    if repeats < 1 or min(*Ts, *Ws, batch, n_rows) < 1 or prefix < 0 or H % Hkv:
+        raise ValueError(f"lengths={Ts}, windows={Ws}, batch={batch}, rows={n_rows} and repeats={repeats} are at least 1, prefix={prefix} "
+                         f"at least 0, and n_head={H} is a multiple of n_kv_head={Hkv}")
+    flops, bandwidth = machine_rates(where, kind)
+    name = torch.cuda.get_device_name(where) if large else f"{where}, {torch.get_num_threads()} threads"
+    print(f"{name}: {str(kind)[6:]} matrix product {flops / 1e12:.3g} TFLOP/s, copy {bandwidth / 1e9:.3g} GB/s; "
+          f"batch {batch}, {H} query and {Hkv} key heads of {D}, P={prefix}; decoding {n_rows} rows")
+    generator, table = torch.Generator(where).manual_seed(0), []
+
+    def make(B, heads, T):
+        return torch.randn(B, heads, T, D, device=where, dtype=kind, generator=generator)
+
+    for W in Ws:
+        for T in Ts:
+            q, k, v = (make(batch, heads, T).requires_grad_() for heads in (H, Hkv, Hkv))
+            dout = make(batch, H, T)
+            for peer, (f, inputs, pairs) in peers(q, k, v, prefix, W).items():
+                print(f"\r{peer} at T={T}, W={W}".ljust(60), end="", file=sys.stderr, flush=True)
+                try:
+                    y = f()
+                    grad = dout.reshape(y.shape)  # flash-attn has heads and tokens the other way round; random is random
+                    forward = seconds(f, where)
+                    backward = seconds(lambda y=y, i=inputs, g=grad: torch.autograd.grad(y, i, g, retain_graph=True), where)
+                    del y
+                    peak = peak_bytes(lambda f=f, i=inputs, g=grad: torch.autograd.grad(f(), i, g), where)
+                    step, slots = decoder(peer, make, n_rows, prefix, W, T, H, Hkv)
+                    decode = seconds(step, where) if step else None
+                except torch.OutOfMemoryError:
+                    print(f"\r{peer} at T={T}, W={W}: out of memory, left out".ljust(60), file=sys.stderr)
+                    continue
+                work, read = 4 * D * pairs * batch * H, 2 * n_rows * Hkv * slots * D * kind.itemsize
+                table.append(rounded(
+                    W=W, T=T, impl=peer, forward_ms=1e3 * forward, backward_ms=1e3 * backward,
+                    forward_tflop_per_s=work / forward / 1e12, forward_share=work / forward / flops,
+                    backward_tflop_per_s=2.5 * work / backward / 1e12, backward_share=2.5 * work / backward / flops,
+                    peak_mb=peak / 1e6, decode_ms=decode and 1e3 * decode,
+                    decode_gb_per_s=decode and read / decode / 1e9, decode_share=decode and read / decode / bandwidth))
+    print("\r".ljust(60) + "\r", end="", file=sys.stderr, flush=True)
+    print_table(table)
+    # what the length costs, and what it costs others
+    total = {(row["W"], row["T"], row["impl"]): row["forward_ms"] + row["backward_ms"] for row in table}
+    memory = {(row["W"], row["T"], row["impl"]): row["peak_mb"] for row in table}
+    ratios = []
+    for W, T, impl in total:
+        if impl == "ours":
+            row = dict(W=W, T=T)
+            for other in ("sdpa mask", "sdpa full", "flex", "flash-attn"):
+                if (W, T, other) in total:
+                    row[f"times_faster_than_{other.replace(' ', '_').replace('-', '_')}"] = total[W, T, other] / total[W, T, impl]
+            if (W, T // 2, impl) in total:
+                row |= dict(time_for_twice_the_length=total[W, T, impl] / total[W, T // 2, impl],
+                            memory_for_twice_the_length=memory[W, T, impl] / max(memory[W, T // 2, impl], 1e-9))
+            ratios.append(rounded(**row))
+    columns = list(dict.fromkeys(key for row in ratios for key in row))
+    print("\nforward and backward together, ours against others and against half the length")
+    print_table([{key: row.get(key) for key in columns} for row in ratios])
+    return dict(bench="kernel", device=name, dtype=str(kind)[6:], matrix_tflop_per_s=flops / 1e12, copy_gb_per_s=bandwidth / 1e9, P=prefix,
+                batch=batch, rows=n_rows, n_head=H, n_kv_head=Hkv, head_dim=D, table=table, ratios=ratios)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# one token of a whole model
+
+@torch.no_grad()
+def decode():
+    where, kind = device_and_dtype(device, dtype)
+    W, n_rows = windows[0] if windows else 2048, 1 if rows is None else rows
+    Ts = lengths or (prefix + W, 8192, 32768, 131072)
+    if repeats < 1 or n_rows < 1 or prefix < 0 or min(Ts) < prefix + W:
+        raise ValueError(f"repeats={repeats} and rows={n_rows} are at least 1, prefix={prefix} at least 0, lengths={Ts} at least P + W")
+    model = GPT.from_pretrained(init_from, dtype=kind, device=where)
+    token, caches, left_out = torch.zeros(n_rows, 1, dtype=torch.long, device=where), {}, []
+    for T in Ts:
+        for policy, window in (("prefix_sliding", W), ("full", None)):
+            print(f"\rfilling {policy} up to {T}".ljust(60), end="", file=sys.stderr, flush=True)
+            try:
+                cache = SlidingCache(model.config, n_rows, prefix, window, max_len=T + 9 * repeats, dtype=kind, device=where)
+            except ValueError as error:
+                left_out.append(f"{policy} at {T}: {error}")
+                continue
+            for keys_or_values in (*cache.k, *cache.v):
+                keys_or_values.normal_()
+            cache.length.fill_(T)
+            cache.lengths = [T] * n_rows
+            caches[T, policy] = cache
+    times = {case: [] for case in caches}
+    for turn in range(repeats):
+        for case, cache in caches.items():
+            print(f"\rturn {turn + 1} of {repeats}: {case[1]} at {case[0]}".ljust(60), end="", file=sys.stderr, flush=True)
+            for n in range(9):
+                synchronize(where)
+                began = time.perf_counter()
+                model.lm_head(model.features(token, cache=cache))
+                synchronize(where)
+                if n:  # the first finds the caches of the processor full of the case before
+                    times[case].append(time.perf_counter() - began)
+    print("\r".ljust(60) + "\r", end="", file=sys.stderr, flush=True)
+    median = {case: sorted(t)[len(t) // 2] for case, t in times.items()}
+    first = {policy: t for (_, policy), t in reversed(median.items())}                # of the shortest trace
+    table = [rounded(tokens=T, policy=policy, ms_per_token=1e3 * median[T, policy], times_the_first=median[T, policy] / first[policy],
+                     cache_mb=cache.nbytes / 1e6) for (T, policy), cache in caches.items()]
+    print(f"{init_from} on {where}, {str(kind)[6:]}, {torch.get_num_threads()} threads: {n_rows} rows, P={prefix}, W={W}")
+    print_table(table)
+    print("".join(f"left out: {line}\n" for line in left_out), end="")
+    return dict(bench="decode", init_from=init_from, device=str(where), dtype=str(kind)[6:], rows=n_rows, P=prefix, W=W, table=table)
+
+
+BENCHES = dict(kernel=kernel, decode=decode)
+
+
+def main():
+    if _what not in BENCHES:
+        raise ValueError(f"the first argument says what to measure, {' or '.join(BENCHES)}, not {_what!r}: python bench.py kernel")
+    print(json.dumps(BENCHES[_what]()))
+
+
+if __name__ == "__main__":
+    run(main)
