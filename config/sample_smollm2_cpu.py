@@ -6,6 +6,6 @@ start = "Write a very long story about a lighthouse keeper who finds an old map.
 window = 256
 max_new_tokens = 1536
 min_new_tokens = 1536
-temperature = 1.0
+temperature = 0.9
 dtype = "float32"
 device = "cpu"
