@@ -131,7 +131,8 @@ def generate(model, prompts, max_new_tokens, *, prefix_len=None, window=4096, ro
         logits = logits if logits.dtype == torch.float64 else logits.float()
         logits = logits / temperature if temperature > 0 else logits
         index = torch.tensor([len(s.completion.tokens) for s in sequences])
-        u = uniform(streams[[s.index for s in sequences]], index).to(logits.device)
+        u = uniform(streams[[s.index for s in sequences]], index)                     # float64, which mps does not have
+        u = u.to(logits.device, torch.float32 if logits.device.type == "mps" else torch.float64)
         allowed = logits.clone()
         allowed[:, config.vocab_size if n_vocab is None else n_vocab:] = float("-inf")
         for s, row in zip(sequences, allowed, strict=True):
