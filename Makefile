@@ -48,4 +48,4 @@ endif
 clean:
 	rm -rf .venv .pytest_cache .hypothesis .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
-	find data -mindepth 2 ! -name prepare.py -type f -delete
+	cd data/smollm2 && rm -f config.json generation_config.json model.safetensors tokenizer.json tokenizer_config.json *.tmp

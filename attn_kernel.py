@@ -62,51 +62,6 @@ def is_inner(first, last, tile_start, P, W, tile):
     return tile_start + tile - 1 <= first and (W is None or last - oldest_outside_prefix < W or tile_start + tile <= P)
 
 
-def inner_tiles(first, last, P, W, tile, a, b, c):
-    """Of the tiles 0..a-1 and b..c-1 of key_tiles, those that need no mask, as (p, d, e): 0..p-1 and d..e-1. The others, p..a-1,
-    b..d-1 and e..c-1, may be cut by a boundary."""
-    # where the window of the last query begins inside the prefix, no key between prefix and window is hidden from anyone
-    d = b if W is None or P > last - W else max((last - W + tile) // tile, b)
-    return min(P // tile, a), d, max((first + 1) // tile, d)
-
-
-def key_tiles_apart(P, tile, b, c):
-    """(n, m): with q_prefix, the tiles 0..n-1 are visited for it and m..c-1 for q, each masked to its own side of P. One tile, that
-    which P cuts, may be visited for both: its keys need both queries."""
-    return min((P + tile - 1) // tile, c), min(max(b, P // tile), c)
-
-
-def query_tiles(first, last, start, Tq, W, tile):
-    """Seen from the keys first..last, where query 0 has the index start: (lo, d, e, hi), the tiles lo..hi-1 of the queries that see
-    any of them, of which d..e-1 need no mask. A query sees a key from its own index on, for W tokens, or for ever (W = None)."""
-    end = Tq if W is None else min(max(last + W - start, 0), Tq)
-    hi = (end + tile - 1) // tile
-    lo = min(max(first - start, 0) // tile, hi)
-    d = min(max(last - start + tile - 1, 0) // tile, hi)
-    e = hi if W is None else min(max(first + W - start, 0) // tile, hi)
-    return lo, d, max(d, e), hi
-
-
-def n_tiles(edge, p, a, b, d, e, c):
-    """How many tiles there are in the ranges p..a-1, b..d-1 and e..c-1 (edge), or in 0..p-1 and d..e-1."""
-    return a - p + d - b + c - e if edge else p + e - d
-
-
-def nth_tile(x, edge, p, a, b, d, e, c):
-    """Tile number x of those."""
-    if edge:
-        x = x + p
-        x = x if x < a else x + b - a
-        return x if x < d else x + e - d
-    return x if x < p else x + d - p
-
-
-def prefix_pieces(key_tiles, slots, query_tiles):
-    """Into how many pieces the queries of one prefix tile are divided, so that all pieces fit into the slots and each has at least
-    four tiles of queries."""
-    return max(min(slots // max(key_tiles, 1), (query_tiles + 3) // 4), 1)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # training and prefill: many queries
 
@@ -174,6 +129,7 @@ class _BlockSparse(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dout):
         q, k, v, q_prefix, P, start = ctx.saved_tensors
         dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
@@ -255,6 +211,51 @@ def decode_attention(q, k_cache, v_cache, lengths, *, prefix_len=None, q_prefix=
 #
 # In the signatures: capitals are pointers and compile-time sizes, M queries by N keys a tile, D padded to PAD, a power of two;
 # s* are tuples of four strides; TWO says that q_prefix is there.
+
+def inner_tiles(first, last, P, W, tile, a, b, c):
+    """Of the tiles 0..a-1 and b..c-1 of key_tiles, those that need no mask, as (p, d, e): 0..p-1 and d..e-1. The others, p..a-1,
+    b..d-1 and e..c-1, may be cut by a boundary."""
+    # where the window of the last query begins inside the prefix, no key between prefix and window is hidden from anyone
+    d = b if W is None or P > last - W else max((last - W + tile) // tile, b)
+    return min(P // tile, a), d, max((first + 1) // tile, d)
+
+
+def key_tiles_apart(P, tile, b, c):
+    """(n, m): with q_prefix, the tiles 0..n-1 are visited for it and m..c-1 for q, each masked to its own side of P. One tile, that
+    which P cuts, may be visited for both: its keys need both queries."""
+    return min((P + tile - 1) // tile, c), min(max(b, P // tile), c)
+
+
+def query_tiles(first, last, start, Tq, W, tile):
+    """Seen from the keys first..last, where query 0 has the index start: (lo, d, e, hi), the tiles lo..hi-1 of the queries that see
+    any of them, of which d..e-1 need no mask. A query sees a key from its own index on, for W tokens, or for ever (W = None)."""
+    end = Tq if W is None else min(max(last + W - start, 0), Tq)
+    hi = (end + tile - 1) // tile
+    lo = min(max(first - start, 0) // tile, hi)
+    d = min(max(last - start + tile - 1, 0) // tile, hi)
+    e = hi if W is None else min(max(first + W - start, 0) // tile, hi)
+    return lo, d, max(d, e), hi
+
+
+def n_tiles(edge, p, a, b, d, e, c):
+    """How many tiles there are in the ranges p..a-1, b..d-1 and e..c-1 (edge), or in 0..p-1 and d..e-1."""
+    return a - p + d - b + c - e if edge else p + e - d
+
+
+def nth_tile(x, edge, p, a, b, d, e, c):
+    """Tile number x of those."""
+    if edge:
+        x = x + p
+        x = x if x < a else x + b - a
+        return x if x < d else x + e - d
+    return x if x < p else x + d - p
+
+
+def prefix_pieces(key_tiles, slots, query_tiles):
+    """Into how many pieces the queries of one prefix tile are divided, so that all pieces fit into the slots and each has at least
+    four tiles of queries."""
+    return max(min(slots // max(key_tiles, 1), (query_tiles + 3) // 4), 1)
+
 
 FULL = 2**30  # the window that stands for None in a kernel: longer than any sequence, and twice of it still fits 32 bits
 LOG2E = tl.constexpr(1.4426950408889634)

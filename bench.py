@@ -3,7 +3,7 @@ How fast, and in how much memory. The first argument says what:
 
     python bench.py kernel                                        # attention alone, against PyTorch's and other people's
     python bench.py kernel --lengths=8192,16384 --windows=512,    # on a CPU: T = 8,192 and 16,384 (2 GB of memory, 2 minutes)
-    python bench.py kernel --prefix=1000 --n_head=16 --n_kv_head=4 --head_dim=64
+    python bench.py kernel --prefix_len=1000 --n_head=16 --n_kv_head=4 --head_dim=64
     python bench.py decode                                        # a whole model: time per token and cache against length
 
 kernel: forward, backward and one step of decoding for every length and window, by
@@ -29,7 +29,7 @@ dtype = "auto"                             # "auto" | "bfloat16" | "float16" | "
 init_from = "data/smollm2"                 # decode: a Hugging Face folder or a hub name
 lengths: tuple | None = None               # tokens, e.g. (4096, 8192); None = 4K to 128K on CUDA, else 2K to 16K; decode: P + W to 128K
 windows: tuple | None = None               # tokens, e.g. (2048,); None = (2048, 4096, 8192) on CUDA, (512,) elsewhere; decode: (2048,)
-prefix = 200                               # tokens, P
+prefix_len = 200                           # tokens, P
 batch = 1                                  # sequences in forward and backward
 rows: int | None = None                    # sequences decoded at once; None = 16, decode: 1
 n_head: int | None = None                  # query heads; None = 32 on CUDA, 4 elsewhere
@@ -178,13 +178,13 @@ def kernel():
     Ws = windows or ((2048, 4096, 8192) if large else (512,))
     H, Hkv, D = n_head or (32 if large else 4), n_kv_head or (8 if large else 2), head_dim or (128 if large else 64)
     n_rows = 16 if rows is None else rows
-    if repeats < 1 or min(*Ts, *Ws, batch, n_rows) < 1 or prefix < 0 or H % Hkv:
-        raise ValueError(f"lengths={Ts}, windows={Ws}, batch={batch}, rows={n_rows} and repeats={repeats} are at least 1, prefix={prefix} "
-                         f"at least 0, and n_head={H} is a multiple of n_kv_head={Hkv}")
+    if repeats < 1 or min(*Ts, *Ws, batch, n_rows) < 1 or prefix_len < 0 or H % Hkv:
+        raise ValueError(f"lengths={Ts}, windows={Ws}, batch={batch}, rows={n_rows} and repeats={repeats} are at least 1, "
+                         f"prefix_len={prefix_len} at least 0, and n_head={H} is a multiple of n_kv_head={Hkv}")
     flops, bandwidth = machine_rates(where, kind)
     name = torch.cuda.get_device_name(where) if large else f"{where}, {torch.get_num_threads()} threads"
     print(f"{name}: {str(kind)[6:]} matrix product {flops / 1e12:.3g} TFLOP/s, copy {bandwidth / 1e9:.3g} GB/s; "
-          f"batch {batch}, {H} query and {Hkv} key heads of {D}, P={prefix}; decoding {n_rows} rows")
+          f"batch {batch}, {H} query and {Hkv} key heads of {D}, P={prefix_len}; decoding {n_rows} rows")
     generator, table = torch.Generator(where).manual_seed(0), []
 
     def make(B, heads, T):
@@ -194,7 +194,7 @@ def kernel():
         for T in Ts:
             q, k, v = (make(batch, heads, T).requires_grad_() for heads in (H, Hkv, Hkv))
             dout = make(batch, H, T)
-            for peer, (f, inputs, pairs) in peers(q, k, v, prefix, W).items():
+            for peer, (f, inputs, pairs) in peers(q, k, v, prefix_len, W).items():
                 print(f"\r{peer} at T={T}, W={W}".ljust(60), end="", file=sys.stderr, flush=True)
                 try:
                     y = f()
@@ -203,7 +203,7 @@ def kernel():
                     backward = seconds(lambda y=y, i=inputs, g=grad: torch.autograd.grad(y, i, g, retain_graph=True), where)
                     del y
                     peak = peak_bytes(lambda f=f, i=inputs, g=grad: torch.autograd.grad(f(), i, g), where)
-                    step, slots = decoder(peer, make, n_rows, prefix, W, T, H, Hkv)
+                    step, slots = decoder(peer, make, n_rows, prefix_len, W, T, H, Hkv)
                     decode = seconds(step, where) if step else None
                 except torch.OutOfMemoryError:
                     print(f"\r{peer} at T={T}, W={W}: out of memory, left out".ljust(60), file=sys.stderr)
@@ -234,8 +234,8 @@ def kernel():
     columns = list(dict.fromkeys(key for row in ratios for key in row))
     print("\nforward and backward together, ours against others and against half the length")
     print_table([{key: row.get(key) for key in columns} for row in ratios])
-    return dict(bench="kernel", device=name, dtype=str(kind)[6:], matrix_tflop_per_s=flops / 1e12, copy_gb_per_s=bandwidth / 1e9, P=prefix,
-                batch=batch, rows=n_rows, n_head=H, n_kv_head=Hkv, head_dim=D, table=table, ratios=ratios)
+    return dict(bench="kernel", device=name, dtype=str(kind)[6:], matrix_tflop_per_s=flops / 1e12, copy_gb_per_s=bandwidth / 1e9,
+                P=prefix_len, batch=batch, rows=n_rows, n_head=H, n_kv_head=Hkv, head_dim=D, table=table, ratios=ratios)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -245,16 +245,17 @@ def kernel():
 def decode():
     where, kind = device_and_dtype(device, dtype)
     W, n_rows = windows[0] if windows else 2048, 1 if rows is None else rows
-    Ts = lengths or (prefix + W, 8192, 32768, 131072)
-    if repeats < 1 or n_rows < 1 or prefix < 0 or min(Ts) < prefix + W:
-        raise ValueError(f"repeats={repeats} and rows={n_rows} are at least 1, prefix={prefix} at least 0, lengths={Ts} at least P + W")
+    Ts = lengths or (prefix_len + W, 8192, 32768, 131072)
+    if repeats < 1 or n_rows < 1 or prefix_len < 0 or min(Ts) < prefix_len + W:
+        raise ValueError(f"repeats={repeats} and rows={n_rows} are at least 1, prefix_len={prefix_len} at least 0, and lengths={Ts} at "
+                         f"least P + W = {prefix_len + W}")
     model = GPT.from_pretrained(init_from, dtype=kind, device=where)
     token, caches, left_out = torch.zeros(n_rows, 1, dtype=torch.long, device=where), {}, []
     for T in Ts:
         for policy, window in (("prefix_sliding", W), ("full", None)):
             print(f"\rfilling {policy} up to {T}".ljust(60), end="", file=sys.stderr, flush=True)
             try:
-                cache = SlidingCache(model.config, n_rows, prefix, window, max_len=T + 9 * repeats, dtype=kind, device=where)
+                cache = SlidingCache(model.config, n_rows, prefix_len, window, max_len=T + 9 * repeats, dtype=kind, device=where)
             except ValueError as error:
                 left_out.append(f"{policy} at {T}: {error}")
                 continue
@@ -279,10 +280,10 @@ def decode():
     first = {policy: t for (_, policy), t in reversed(median.items())}                # of the shortest trace
     table = [rounded(tokens=T, policy=policy, ms_per_token=1e3 * median[T, policy], times_the_first=median[T, policy] / first[policy],
                      cache_mb=cache.nbytes / 1e6) for (T, policy), cache in caches.items()]
-    print(f"{init_from} on {where}, {str(kind)[6:]}, {torch.get_num_threads()} threads: {n_rows} rows, P={prefix}, W={W}")
+    print(f"{init_from} on {where}, {str(kind)[6:]}, {torch.get_num_threads()} threads: {n_rows} rows, P={prefix_len}, W={W}")
     print_table(table)
     print("".join(f"left out: {line}\n" for line in left_out), end="")
-    return dict(bench="decode", init_from=init_from, device=str(where), dtype=str(kind)[6:], rows=n_rows, P=prefix, W=W, table=table)
+    return dict(bench="decode", init_from=init_from, device=str(where), dtype=str(kind)[6:], rows=n_rows, P=prefix_len, W=W, table=table)
 
 
 BENCHES = dict(kernel=kernel, decode=decode)

@@ -12,12 +12,15 @@ A prompt that comes several times (the G samples of a group) is prefilled once: 
 sibling, even a finished one, and is copied from there.
 
 Every token is drawn by inverse CDF from one uniform number, a hash of (stream, index of the token); seed s gives prompt i the
-stream (s, i). So a row gives the same tokens alone, beside others, or admitted late.
+stream (s, i). So a row gives the same tokens alone, beside others, or admitted late: exactly in float64, up to ties at rounding in
+float32. In bfloat16 the rounding of a matrix product depends on how many rows it has, so tokens may part.
 
 Left out on purpose: beam search, penalties, speculative decoding; a prompt is prefilled in one piece and by itself.
 """
+import operator
 import time
 from collections import Counter, deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import torch
@@ -90,14 +93,16 @@ def generate(model, prompts, max_new_tokens, *, prefix_len=None, window=4096, ro
     Raises ValueError for arguments out of range, and for a cache that does not fit the memory.
     """
     n, config, weight = len(prompts), model.config, model.lm_head.weight
+    stop_strings = (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings)
     limits, seeds = _per_prompt(max_new_tokens, n, "max_new_tokens"), _per_prompt(seed, n, "seed")
-    _check(prompts, limits, config, prefix_len, temperature, top_k, top_p, stop_strings, decode, n_vocab, rows)
+    _check(prompts, limits, config, prefix_len, temperature, top_k, top_p, stop_ids, stop_strings, decode, n_vocab, rows)
     if not prompts:
         return []
     # A prefix or a window longer than what any sequence can fill would cost memory and change nothing.
     lengths = [len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True)]
-    prefixes = [min(len(prompt) if prefix_len is None else prefix_len, n) for prompt, n in zip(prompts, lengths, strict=True)]
-    longest, room = max(lengths), max(1, max(n - P for n, P in zip(lengths, prefixes, strict=True)))
+    longest = max(lengths)
+    prefixes = [len(prompt) if prefix_len is None else min(prefix_len, longest) for prompt in prompts]
+    room = max(1, max(length - P for length, P in zip(lengths, prefixes, strict=True)))
     windows = [w and min(w, room) for w in layer_windows(config, window)]
     fit = int(0.8 * free_bytes(weight.device) / row_bytes(config, windows, max(prefixes), longest, weight.dtype))
     n_rows = min(n, rows or max(fit, 1))
@@ -129,7 +134,8 @@ def generate(model, prompts, max_new_tokens, *, prefix_len=None, window=4096, ro
     def accept(sequences, logits):
         """Choose and record the next token of each of the sequences, given its logits (len(sequences), vocab_size)."""
         logits = logits if logits.dtype == torch.float64 else logits.float()
-        logits = logits / temperature if temperature > 0 else logits
+        if temperature > 0:
+            logits = (logits - logits.amax(-1, keepdim=True)) / temperature           # a tiny temperature must not overflow
         index = torch.tensor([len(s.completion.tokens) for s in sequences])
         u = uniform(streams[[s.index for s in sequences]], index)                     # float64, which mps does not have
         u = u.to(logits.device, torch.float32 if logits.device.type == "mps" else torch.float64)
@@ -137,7 +143,7 @@ def generate(model, prompts, max_new_tokens, *, prefix_len=None, window=4096, ro
         allowed[:, config.vocab_size if n_vocab is None else n_vocab:] = float("-inf")
         for s, row in zip(sequences, allowed, strict=True):
             if len(s.completion.tokens) < min_new_tokens:
-                row[list(stop_ids)] = float("-inf")
+                row[[t for t in stop_ids if t < config.vocab_size]] = float("-inf")
         drawn = sample(allowed, u, temperature, top_k, top_p).tolist()
         chosen = [budget(s, token, thinking, stop_ids) for s, token in zip(sequences, drawn, strict=True)]
         tokens = torch.tensor([token for token, _ in chosen], device=logits.device)
@@ -213,14 +219,14 @@ def sample(logits, u, temperature, top_k, top_p):
 def budget(s, token, thinking, stop_ids):
     """The token that sequence s really gets where `token` was drawn, and whether it was forced. Keeps count of the thinking."""
     is_forced = bool(s.forced)
-    if s.forced:
-        token = s.forced.popleft()
-    elif s.thinking and s.thought < thinking.minimum and (token == thinking.end_id or token in stop_ids):
+    token = s.forced.popleft() if s.forced else token
+    if s.thinking and 0 <= thinking.maximum <= s.thought and token != thinking.end_id:
+        s.forced.clear()
+        token, is_forced = thinking.end_id, True
+    elif not is_forced and s.thinking and s.thought < thinking.minimum and (token == thinking.end_id or token in stop_ids):
         token, *rest = thinking.wait_ids
         s.forced.extend(rest)
         is_forced = True
-    elif s.thinking and 0 <= thinking.maximum <= s.thought and token != thinking.end_id:
-        token, is_forced = thinking.end_id, True
     if thinking is not None:
         s.thought += s.thinking and token != thinking.end_id
         s.thinking = token != thinking.end_id and (s.thinking or token == thinking.start_id)
@@ -236,21 +242,29 @@ def _stops(tokens, stop_strings, decode):
 
 def _per_prompt(value, n, name):
     """A list of n ints from one int or n of them."""
-    values = [value] * n if isinstance(value, int) else list(value)
-    if len(values) != n or not all(isinstance(x, int) for x in values):
+    try:
+        values = list(map(operator.index, value if hasattr(value, "__len__") else [value] * n))
+    except TypeError:
+        values = None
+    if values is None or len(values) != n:
         raise ValueError(f"{name} is one int or {n} of them, one per prompt, not {value!r}")
     return values
 
 
-def _check(prompts, limits, config, prefix_len, temperature, top_k, top_p, stop_strings, decode, n_vocab, rows):
+def _check(prompts, limits, config, prefix_len, temperature, top_k, top_p, stop_ids, stop_strings, decode, n_vocab, rows):
     for i, prompt in enumerate(prompts):
+        if not isinstance(prompt, list | tuple) or not all(isinstance(token, int) for token in prompt):
+            raise ValueError(f"prompt {i} is no list of token ids but {str(prompt)[:60]!r}")
         if not len(prompt):
             raise ValueError(f"prompt {i} is empty: sampling needs at least one token to begin with")
         if min(prompt) < 0 or max(prompt) >= config.vocab_size:
             raise ValueError(f"prompt {i} has token ids from {min(prompt)} to {max(prompt)}, the model knows 0 to {config.vocab_size - 1}")
     for name, ok, value, right in (
             ("max_new_tokens", min(limits, default=1) >= 1, min(limits, default=1), "at least 1"),
-            ("prefix_len", prefix_len is None or prefix_len >= 0, prefix_len, "None (the whole prompt) or at least 0"),
+            ("prefix_len", prefix_len is None or isinstance(prefix_len, int) and prefix_len >= 0, prefix_len,
+             "None (the whole prompt) or an int, at least 0"),
+            ("stop_ids", isinstance(stop_ids, Collection) and all(isinstance(t, int) and t >= 0 for t in stop_ids), stop_ids,
+             "a list of token ids"),
             ("temperature", temperature >= 0, temperature, "at least 0 (0 = the most probable token)"),
             ("top_k", top_k is None or top_k >= 1, top_k, "None or at least 1"),
             ("top_p", 0 < top_p <= 1, top_p, "above 0 and at most 1"),

@@ -37,10 +37,10 @@ class GPTConfig:
     vocab_size: int = 257          # rows of the embedding; may exceed the tokenizer's entries
     n_layer: int = 4
     n_head: int = 4
-    n_kv_head: int = 4             # key/value heads; divides n_head
+    n_kv_head: int | None = None   # key/value heads; divides n_head; None = n_head
     n_embd: int = 128
-    head_dim: int = 32             # even, at most 256; need not be n_embd / n_head
-    n_inner: int = 384             # width of the SwiGLU
+    head_dim: int | None = None    # even, at most 256; None = n_embd // n_head
+    n_inner: int | None = None     # width of the SwiGLU; None = 3 n_embd
     max_len: int = 2048            # tokens of the longest training sequence; informative, nothing is cut off at it
     norm_eps: float = 1e-6
     rope_theta: float = 10000.0
@@ -53,6 +53,10 @@ class GPTConfig:
     tokenizer: str | None = None   # "bytes" for models from scratch that have no tokenizer file
 
     def __post_init__(self):
+        if min(self.vocab_size, self.n_layer, self.n_head, self.n_embd) < 1 or self.n_kv_head == 0:
+            raise ValueError("vocab_size, n_layer, n_head, n_kv_head and n_embd are at least 1")
+        self.n_kv_head, self.head_dim = self.n_kv_head or self.n_head, self.head_dim or self.n_embd // self.n_head
+        self.n_inner = self.n_inner or 3 * self.n_embd
         self.windows = tuple(self.windows or [None] * self.n_layer)
         self.rope_scaling = dict(self.rope_scaling) if self.rope_scaling else None
         if self.n_head % self.n_kv_head:
@@ -87,7 +91,7 @@ class GPTConfig:
         # transformers 5 keeps theta and scaling together, older files apart, with "type" for "rope_type" in the oldest
         rope = dict(d.get("rope_parameters") or d.get("rope_scaling") or {})
         theta = rope.pop("rope_theta", d.get("rope_theta", 10000.0))
-        rope["rope_type"] = rope.pop("type", rope.get("rope_type", "default")) if "rope_type" not in rope else rope["rope_type"]
+        rope.setdefault("rope_type", rope.pop("type", "default"))
         if rope["rope_type"] != "default":
             rope.setdefault("original_max_position_embeddings", d["max_position_embeddings"])
         windows = None
@@ -113,8 +117,8 @@ class GPTConfig:
                  attention_bias=False, tie_word_embeddings=self.tied,
                  eos_token_id=list(self.eos_ids) if len(self.eos_ids) > 1 else next(iter(self.eos_ids), None), bos_token_id=None)
         sizes = {w for w in self.windows if w is not None}
-        if len(sizes) > 1:
-            raise ValueError(f"windows of {len(sizes)} sizes: config.json has room for one size")
+        if len(sizes) > 1 or sizes and self.family == "llama":
+            raise ValueError(f"windows={self.windows}: Hugging Face's config.json has room for one size, and none in a Llama")
         if sizes:
             d.update(use_sliding_window=True, sliding_window=sizes.pop(), max_window_layers=0,
                      layer_types=["full_attention" if w is None else "sliding_attention" for w in self.windows])
@@ -287,6 +291,8 @@ class GPT(nn.Module):
         meet the query rotated at its position, prefix keys a second one rotated at min(position, P + W - 1)."""
         if rope not in ("continue", "reset"):
             raise ValueError(f"rope={rope!r}: 'continue' or 'reset'")
+        if cache is not None and not (prefix_len is window is positions is None):
+            raise ValueError("prefix_len, window and positions are those of the cache: do not give them again")
         T = idx.size(1)
         if cache is None:
             windows = layer_windows(self.config, window)
@@ -305,8 +311,8 @@ class GPT(nn.Module):
 
         def attend(layer, q, k, v):  # q (B, H, T, D); k, v (B, Hkv, T, D)
             w = windows[layer]
-            q_prefix = rotate(q, *turn_prefix[w]) if w in turn_prefix else None
-            q, k = rotate(q, *turn), rotate(k, *turn)
+            q_prefix = rotate(q, *turn_prefix[w]).to(v.dtype) if w in turn_prefix else None
+            q, k = rotate(q, *turn).to(v.dtype), rotate(k, *turn).to(v.dtype)         # they differ only under somebody's autocast
             if cache is None:
                 return prefix_sliding_attention(q, k, v, P, w, q_prefix=q_prefix)
             if cache.decoding:
@@ -342,5 +348,6 @@ class GPT(nn.Module):
         dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
         with replacing(folder / "model.safetensors") as file:
             save_file(weights, file, metadata={"format": "pt"})
+        (folder / "model.safetensors.index.json").unlink(missing_ok=True)              # of older, sharded weights: it would win
         with replacing(folder / "config.json") as file:
             file.write_text(json.dumps(self.config.to_hf() | {"dtype": dtype}, indent=2) + "\n", encoding="utf-8")

@@ -127,7 +127,7 @@ class Screen:
         self.eos_ids, self.finished, self.current, self.printed = tokenizer.eos_ids, set(), 0, 0
 
     def on_token(self, i, token):
-        text = self.streams[i].push(token)
+        text = "" if token in self.eos_ids else self.streams[i].push(token)
         if token in self.eos_ids or self.streams[i].stopped or len(self.pieces[i]) + 1 == max_new_tokens:
             self.finished.add(i)
             text += self.streams[i].end()

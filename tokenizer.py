@@ -319,8 +319,9 @@ def compile_template(source):
 
 class TextStream:
     """
-    Token ids in, text out, as soon as it is certain and never half a character. `stop`: a string or several; the text ends before the
-    first occurrence of any, then `stopped` is True and nothing more comes. What may be the head of one is held back until that is decided.
+    Token ids in, text out, as soon as it is certain and never half a character. `stop`: a string or several; the text ends before that
+    which is complete first (the longest, if several are at once), then `stopped` is True and nothing more comes. What may be the head
+    of one is held back until that is decided.
     """
 
     def __init__(self, tokenizer, stop=()):
@@ -342,12 +343,12 @@ class TextStream:
         if self.stopped:
             return ""
         text = self._held + text
-        found = min((at for s in self._stop if (at := text.find(s)) >= 0), default=len(text))
+        found = min(((at + len(s), at) for s in self._stop if (at := text.find(s)) >= 0), default=None)
+        if found:
+            self.stopped = True
+            return text[:found[1]]
         heads = [len(text) - n for s in self._stop for n in range(1, len(s)) if text.endswith(s[:n])]
-        head = min(heads, default=len(text)) if not final else len(text)
-        # with stops "abc" and "b", "ab" holds a whole one, but one that begins before it may still come
-        self.stopped = found < len(text) and found <= head
-        cut = min(found, head)
+        cut = len(text) if final else min(heads, default=len(text))
         self._held = text[cut:]
         return text[:cut]
 

@@ -159,7 +159,7 @@ def test_importing_a_script_configures_nothing(tmp_path):
     st.none()
     | st.booleans()
     | st.integers()
-    | st.floats(allow_nan=False)
+    | st.floats(allow_nan=False, allow_infinity=False)
     | st.text()
     | st.lists(st.integers())
     | st.dictionaries(st.text(), st.integers())
@@ -168,5 +168,5 @@ def test_importing_a_script_configures_nothing(tmp_path):
 def test_a_value_written_as_python_comes_back(value):
     kind = type(value)
     text = value if kind is str else repr(value)
-    assert _typed("key", _parse(text, kind), kind, "here") == value or value in (float("inf"), float("-inf"))
-    assert _parse(repr(value), object) == value or value in (float("inf"), float("-inf"))
+    assert _typed("key", _parse(text, kind), kind, "here") == value
+    assert _parse(repr(value), object) == value

@@ -213,6 +213,23 @@ def test_identical_prompts_are_prefilled_once():
     assert stats["prefills"] == 4  # without it in the prefix, the prompt slid away
 
 
+def test_siblings_with_different_limits_keep_the_same_prefix():
+    """A prefix longer than the prompt was once capped at each row's own length, and then copied from a sibling with a shorter one."""
+    model, how = tiny_gpt(), dict(prefix_len=40, window=4, rows=1, temperature=1.0)
+    for limits in ([3, 60], [60, 3]):
+        done = generate(model, [PROMPTS[0]] * 2, limits, seed=[1, 2], **how)
+        for n, seed, c in zip(limits, (1, 2), done, strict=True):
+            assert c.tokens == generate(model, [PROMPTS[0]], 60, seed=seed, **how)[0].tokens[:n]
+
+
+def test_a_tiny_temperature_is_the_limit_of_small_ones():
+    """Logits divided by 1e-40 were infinite, their log-probabilities NaN."""
+    model = tiny_gpt(dtype=torch.float32)
+    for top_p in (0.95, 1.0):
+        c = generate(model, [PROMPTS[1]], 20, window=4, temperature=1e-40, top_p=top_p)[0]
+        assert c.tokens == generate(model, [PROMPTS[1]], 20, window=4, temperature=0)[0].tokens and c.logprobs == [0.0] * 20
+
+
 def test_no_step_is_spent_on_finished_rows(monkeypatch):
     model, decoded = tiny_gpt(), []
     features = model.features
@@ -254,6 +271,8 @@ def test_stop_strings_span_tokens():
         return "".join(text[i] for i in ids)
 
     free = generate(model, [PROMPTS[0]], 300, window=5, temperature=1.0, seed=2)[0].tokens
+    c = generate(model, [PROMPTS[0]], 300, window=5, temperature=1.0, seed=2, stop_strings="ab", decode=decode)[0]
+    assert c.finish_reason == "stop" and "ab" in decode(c.tokens)
     for stop in ("ab", "xabc", "ay", "éb"):
         c = generate(model, [PROMPTS[0]], 300, window=5, temperature=1.0, seed=2, stop_strings=["none of it", stop], decode=decode)[0]
         n = next(n for n in range(1, 301) if stop in decode(free[:n]))
@@ -303,6 +322,17 @@ def test_thinking_budget():
         assert unlimited.tokens == free.tokens and all(unlimited.sampled)
 
 
+def test_a_wait_does_not_overrun_the_maximum():
+    model, prompt = tiny_gpt(), PROMPTS[0] + [BEGIN]
+    seen = 0
+    for seed in range(20):
+        budget = Thinking(END, BEGIN, minimum=5, maximum=6, wait_ids=(1, 2, 3, 4, 5, 6, 7))
+        c = generate(model, [prompt], 30, seed=seed, window=6, temperature=2.0, top_p=1.0, thinking=budget)[0]
+        assert len(thinking_part(c)) in (5, 6)
+        seen += not all(c.sampled[:5])
+    assert seen
+
+
 def test_thinking_that_begins_in_the_completion_or_is_over_in_the_prompt():
     model = tiny_gpt()
     how = dict(window=6, temperature=1.5, top_p=1.0)
@@ -346,6 +376,12 @@ def test_thinking_with_end_tokens_before_the_minimum():
         (dict(prompts=[[1], []]), "prompt 1 is empty"),
         (dict(prompts=[[1, 61]]), "ids from 1 to 61, the model knows 0 to 60"),
         (dict(prompts=[[-1]]), "ids from -1"),
+        (dict(prompts=[1, 2]), "prompt 0 is no list of token ids but '1'"),
+        (dict(prompts=["ab"]), "prompt 0 is no list of token ids but 'ab'"),
+        (dict(stop_ids=5), "stop_ids=5"),
+        (dict(stop_ids=[-1]), r"stop_ids=\[-1\]"),
+        (dict(prefix_len=[1]), r"prefix_len=\[1\]"),
+        (dict(max_new_tokens=2.5), "max_new_tokens"),
         (dict(max_new_tokens=0), "max_new_tokens=0"),
         (dict(max_new_tokens=[1, 2]), "1 of them"),
         (dict(seed=[1, 2]), "seed"),
@@ -362,7 +398,7 @@ def test_thinking_with_end_tokens_before_the_minimum():
         (dict(n_vocab=0), "n_vocab=0"),
         (dict(stop_strings=["x"]), "stop_strings"),
         (dict(stop_strings=[""], decode=str), "stop_strings"),
-        (dict(stop_strings=[5], decode=str), r"stop_strings=\[5\]"),
+        (dict(stop_strings=[5], decode=str), r"stop_strings=\(5,\)"),
     ],
 )
 def test_wrong_arguments_are_named(change, message):

@@ -211,6 +211,37 @@ def test_damaged_and_absent_files(save, tmp_path):
         local_folder(tmp_path, [])
 
 
+def test_a_save_replaces_older_shards(save):
+    """The index of sharded weights wins over model.safetensors: left where it was, it brought the old weights back."""
+    _, folder = save(MODELS["llama"], max_shard_size="30KB")
+    model = GPT.from_pretrained(folder)
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+    model.save_pretrained(folder)
+    assert not GPT.from_pretrained(folder).lm_head.weight.any()
+
+
+def test_sizes_follow_from_each_other():
+    c = GPTConfig(n_head=6, n_embd=384)
+    assert (c.n_kv_head, c.head_dim, c.n_inner) == (6, 64, 1152)
+    wrong = (dict(n_kv_head=0), "at least 1"), (dict(n_layer=0), "at least 1"), (dict(n_head=6, n_kv_head=4), "n_kv_head=4")
+    for change, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            GPTConfig(**change)
+    with pytest.raises(ValueError, match="none in a Llama"):
+        GPTConfig(windows=(None, 8, None, 8)).to_hf()
+
+
+def test_training_under_autocast():
+    """The residual is float32 there and the values are bfloat16: queries and keys must come as the values do."""
+    model = tiny_gpt(dtype=torch.float32, qk_norm=True)
+    idx = torch.randint(61, (2, 40))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(idx, 3, 8, rope="reset").float().square().mean()
+    loss.backward()
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters())
+
+
 def test_a_save_that_fails_leaves_the_old_files(tmp_path, monkeypatch):
     model = tiny_gpt(dtype=torch.float32)
     model.save_pretrained(tmp_path)

@@ -454,8 +454,10 @@ def test_stop_string_over_two_tokens(tmp_path):
 @example("abd", ["abc", "b"])
 @example("abc", ["abc", "b"])
 def test_stop_strings(text, stop):
-    """The streamed text is the text cut where the first stop string begins: with "abc" and "b", "ab" cannot be decided yet."""
-    cut = min((text.find(s) for s in stop if s in text), default=len(text))
+    """The streamed text is cut where the stop string begins that is complete first, as the engine ends a sequence, however it is cut
+    into tokens: with "th!" and "h", "th" is the end, and nobody waits for a "!"."""
+    ends = [(at + len(s), at) for s in stop for at in range(len(text)) if text.startswith(s, at)]
+    cut = min(ends, default=(0, len(text)))[1]
     stream, shown = TextStream(load_tokenizer("bytes"), stop), ""
     for byte in text.encode():
         shown += stream.push(byte)
