@@ -80,7 +80,7 @@ def test_policies_and_prompts_from_files(folder, policy, tmp_path, monkeypatch, 
 
 
 def test_stop_strings_that_overlap(folder):
-    """With stops "ab!?" and "b" the screen once waited for what follows while the engine had stopped: the samples behind were never shown."""
+    """With stops "ab!?" and "b" the screen once waited for what follows while the engine had stopped: later samples never came."""
     model, tokenizer = GPT.from_pretrained(folder), load_tokenizer(folder)
     c = generate(model, [list(b"abc")], 40, window=8, stop_ids=tokenizer.eos_ids, n_vocab=257, seed=1337)[0]
     text = tokenizer.decode(t for t in c.tokens if 32 < t < 127)
