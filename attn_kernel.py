@@ -700,6 +700,8 @@ def check_window(window, name="window"):
 def _check(q, k, v, window, q_prefix):
     if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape:
         raise ValueError(f"attention wants q (B, H, Tq, D) and k, v (B, Hkv, Tk, D), not {_shapes(q=q, k=k, v=v)}")
+    if not q.is_floating_point() or q.numel() == 0:
+        raise ValueError(f"attention wants real floating-point numbers, and some, not {q.dtype} in {_shapes(q=q)}")
     if q.size(0) != k.size(0) or q.size(3) != k.size(3) or q.size(1) % k.size(1):
         raise ValueError(f"batch and head size must agree, and H be a multiple of Hkv: {_shapes(q=q, k=k)}")
     if q_prefix is not None and q_prefix.shape != q.shape:

@@ -86,7 +86,10 @@ def weight_files(folder):
     """The .safetensors files of a folder. Raises FileNotFoundError that names those which the index lists and are not there."""
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.exists():
-        names = sorted(set(read_json(index).get("weight_map", {}).values()))
+        where = read_json(index).get("weight_map")
+        if not isinstance(where, dict) or not all(isinstance(name, str) for name in where.values()):
+            raise ValueError(f"{index} has no weight_map from tensors to files")
+        names = sorted(set(where.values()))
         absent = [name for name in names if not (folder / name).is_file()]
         if absent:
             raise FileNotFoundError(f"{folder} lacks {len(absent)} of {len(names)} weight files: {', '.join(absent)}")

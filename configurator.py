@@ -52,13 +52,14 @@ def configure(script):
 def run(main):
     """Call main(). Bad input (ValueError, or a file that cannot be opened) becomes one line on standard error and exit code 2, an
     interrupt exit code 130; --debug=True shows the traceback instead."""
+    sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character is no reason to stop
     try:
         main()
     except (ValueError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError) as error:
         if main.__globals__.get("debug"):
             raise
         named = isinstance(error, OSError) and error.filename
-        _fail(f"{error.filename}: {error.strerror}" if named else error)
+        _fail(f"{error.filename!r}: {error.strerror}" if named else error)
     except BrokenPipeError:  # whoever read the output, such as head, has seen enough; nothing more can be written, at exit neither
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)

@@ -17,6 +17,7 @@ float32. In bfloat16 the rounding of a matrix product depends on how many rows i
 
 Left out on purpose: beam search, penalties, speculative decoding; a prompt is prefilled in one piece and by itself.
 """
+import math
 import operator
 import time
 from collections import Counter, deque
@@ -55,6 +56,8 @@ class Thinking:
     wait_ids: tuple = ()
 
     def __post_init__(self):
+        if self.minimum < 0:
+            raise ValueError(f"at least {self.minimum} thinking tokens: 0 or more")
         if self.minimum > 0 and not self.wait_ids:
             raise ValueError(f"a minimum of {self.minimum} thinking tokens needs wait_ids, what to say instead of ending")
         if self.maximum < -1 or 0 <= self.maximum < self.minimum:
@@ -95,7 +98,7 @@ def generate(model, prompts, max_new_tokens, *, prefix_len=None, window=4096, ro
     n, config, weight = len(prompts), model.config, model.lm_head.weight
     stop_strings = (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings)
     limits, seeds = _per_prompt(max_new_tokens, n, "max_new_tokens"), _per_prompt(seed, n, "seed")
-    _check(prompts, limits, config, prefix_len, temperature, top_k, top_p, stop_ids, stop_strings, decode, n_vocab, rows)
+    _check(prompts, limits, config, prefix_len, temperature, top_k, top_p, stop_ids, stop_strings, decode, thinking, n_vocab, rows)
     if not prompts:
         return []
     # A prefix or a window longer than what any sequence can fill would cost memory and change nothing.
@@ -150,6 +153,8 @@ def generate(model, prompts, max_new_tokens, *, prefix_len=None, window=4096, ro
         logprobs = logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0].tolist()
         for s, (token, is_forced), logprob in zip(sequences, chosen, logprobs, strict=True):
             done = s.completion
+            if math.isnan(logprob):
+                raise ValueError(f"prompt {s.index}: the model's logits are not finite behind {len(done.tokens)} new tokens")
             done.tokens.append(token)
             done.logprobs.append(logprob)
             done.sampled.append(not is_forced)
@@ -209,7 +214,7 @@ def sample(logits, u, temperature, top_k, top_p):
         top = p.topk(min(256, p.size(-1))).values                                     # a full sort only where these do not do
         if bool((top.sum(-1, keepdim=True) < top_p * total).any()):
             top = p.sort(descending=True).values
-        n_keep = (top.cumsum(-1) - top < top_p * total).sum(-1, keepdim=True)         # at least 1
+        n_keep = (top.cumsum(-1) - top < top_p * total).sum(-1, keepdim=True).clamp(min=1)         # a tiny top_p rounds to 0
         p = torch.where(p >= top.gather(-1, n_keep - 1), p, 0)
     cdf = p.cumsum(-1, dtype=u.dtype)                                                 # (rows, vocab_size)
     token = (cdf <= u[:, None] * cdf[:, -1:]).sum(-1)
@@ -251,7 +256,7 @@ def _per_prompt(value, n, name):
     return values
 
 
-def _check(prompts, limits, config, prefix_len, temperature, top_k, top_p, stop_ids, stop_strings, decode, n_vocab, rows):
+def _check(prompts, limits, config, prefix_len, temperature, top_k, top_p, stop_ids, stop_strings, decode, thinking, n_vocab, rows):
     for i, prompt in enumerate(prompts):
         if not isinstance(prompt, list | tuple) or not all(isinstance(token, int) for token in prompt):
             raise ValueError(f"prompt {i} is no list of token ids but {str(prompt)[:60]!r}")
@@ -270,6 +275,8 @@ def _check(prompts, limits, config, prefix_len, temperature, top_k, top_p, stop_
             ("top_p", 0 < top_p <= 1, top_p, "above 0 and at most 1"),
             ("n_vocab", n_vocab is None or 1 <= n_vocab, n_vocab, "None or at least 1"),
             ("rows", rows is None or rows >= 1, rows, "None (as many as fit) or at least 1"),
+            ("thinking", thinking is None or max(thinking.end_id, *thinking.wait_ids, 0) < config.vocab_size, thinking,
+             f"made of ids below {config.vocab_size}"),
             ("stop_strings", not stop_strings or decode is not None, stop_strings, "given together with decode"),
             ("stop_strings", all(isinstance(s, str) and s for s in stop_strings), stop_strings, "strings, and not empty")):
         if not ok:

@@ -77,7 +77,7 @@ class GPTConfig:
     def from_hf(cls, d, where="config.json"):
         """From the contents of a Hugging Face config.json. Raises ValueError that names what is missing or not supported."""
         family = d.get("model_type")
-        if family not in FAMILIES:
+        if not isinstance(family, str) or family not in FAMILIES:
             raise ValueError(f"{where}: model_type {family!r} is not supported, only {', '.join(FAMILIES)}")
         for key, allowed in (("hidden_act", ("silu",)), ("attention_bias", (False,)), ("mlp_bias", (False,)),
                              ("quantization_config", (None,)), ("partial_rotary_factor", (None, 1.0))):
@@ -87,10 +87,19 @@ class GPTConfig:
                                    "max_position_embeddings") if d.get(key) is None]
         if missing:
             raise ValueError(f"{where} lacks {', '.join(missing)}")
+        for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+                    "head_dim", "max_position_embeddings", "sliding_window", "max_window_layers"):
+            if d.get(key) is not None and (type(d[key]) is not int or d[key] < (key != "max_window_layers")):
+                raise ValueError(f"{where}: {key}={d[key]!r} is no whole number of at least 1")
         n_layer, n_head = d["num_hidden_layers"], d["num_attention_heads"]
         # transformers 5 keeps theta and scaling together, older files apart, with "type" for "rope_type" in the oldest
-        rope = dict(d.get("rope_parameters") or d.get("rope_scaling") or {})
+        rope = d.get("rope_parameters") or d.get("rope_scaling") or {}
+        if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
+            raise ValueError(f"{where}: rope parameters {rope!r} are not supported, only one set for all layers")
+        rope = dict(rope)
         theta = rope.pop("rope_theta", d.get("rope_theta", 10000.0))
+        if not isinstance(theta, int | float) or theta <= 1:
+            raise ValueError(f"{where}: rope_theta={theta!r} is no number above 1")
         rope.setdefault("rope_type", rope.pop("type", "default"))
         if rope["rope_type"] != "default":
             rope.setdefault("original_max_position_embeddings", d["max_position_embeddings"])
@@ -132,7 +141,7 @@ def device_and_dtype(device="auto", dtype="auto"):
         device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
         device = torch.device(device)
-        torch.empty(1, device=device)
+        torch.empty(1, device=device).item()                                          # fails on "meta" as well
     except (RuntimeError, AssertionError) as error:  # torch built without CUDA asserts
         raise ValueError(f"device={str(device)!r} cannot be used here: {str(error).splitlines()[0]}") from None
     names = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}

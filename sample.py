@@ -86,17 +86,22 @@ def main():
 def encode_prompt(tokenizer):
     text = start
     if start.startswith("FILE:"):
-        with open(start[5:], encoding="utf-8") as file:
-            text = file.read()
+        try:
+            with open(start[5:], encoding="utf-8") as file:
+                text = file.read()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{start[5:]} is not text in utf-8: {error}") from None
     if not chat:
         return tokenizer.encode(text)
+    if not all(isinstance(key, str) and key != "messages" for key in template_args):
+        raise ValueError(f"template_args={template_args!r}: its keys are names of variables of the chat template, messages apart")
     messages = [{"role": "system", "content": system}] * bool(system) + [{"role": "user", "content": text}]
     return tokenizer.encode_chat(messages, **template_args)
 
 
 def thinking(tokenizer):
     """The thinking budget that the configuration asks for, or None."""
-    if min_think <= 0 and max_think == -1:
+    if min_think == 0 and max_think == -1:
         return None
     end = tokenizer.token_id("</think>")
     if end is None:

@@ -85,7 +85,7 @@ class SlidingCache:
         if need > free:
             raise ValueError(f"the cache needs {need / 1e9:.2f} GB ({batch_size} rows, {max(slots)} slots per layer), but only "
                              f"{free / 1e9:.2f} GB of memory are free: fewer rows, or a smaller window or prefix")
-        # zeros, not empty: the weight of an empty slot is 0, and 0 times what happens to lie in memory may be NaN
+        # Empty slots hold zeros: their weight is 0, and 0 times what happens to lie in memory may be NaN.
         self.k = [torch.zeros(batch_size, self.heads, n, config.head_dim, dtype=dtype, device=device) for n in slots]
         self.v = [torch.zeros_like(k) for k in self.k]
         self.length = torch.zeros(batch_size, dtype=torch.int64, device=device)       # tokens seen by each row so far
@@ -105,6 +105,8 @@ class SlidingCache:
         if not 0 <= prefix_len <= self.max_prefix:
             raise ValueError(f"prefix_len={prefix_len}: this cache has room for prefixes of 0 to {self.max_prefix} tokens")
         self.prefix_len[row], self.length[row], self.lengths[row] = prefix_len, 0, 0
+        for t in (*self.k, *self.v):
+            t[row] = 0
         for held in self.held.values():
             held[row] = -1
 
@@ -115,6 +117,8 @@ class SlidingCache:
             raise ValueError(f"row {source} no longer holds its first {n} tokens")
         for t in (*self.k, *self.v, *self.held.values()):
             t[row, :, :n] = t[source, :, :n]                                          # n beyond the slots is all of them
+        for t in (*self.k, *self.v):
+            t[row, :, n:] = 0
         for held in self.held.values():
             held[row, :, n:] = -1
         self.prefix_len[row], self.streams[row] = self.prefix_len[source], self.streams[source]
@@ -145,6 +149,10 @@ class SlidingCache:
         self.longest = max(self.lengths[row] + count for row, count in zip(index, counts, strict=True))
         if None in self.windows and self.longest > self.max_len:
             raise ValueError(f"a row reaches {self.longest} tokens, but this cache without a window was made for {self.max_len}")
+        self.decoding = max(counts) == 1 and not torch.is_grad_enabled()
+        rolled = any(w is not None and self.lengths[row] > int(self.prefix_len[row]) + w for w in self.held for row in index)
+        if rolled and not self.decoding:
+            raise ValueError("with random eviction a row takes one token at a time, without gradients, once its window has filled")
         for row, count in zip(index, counts, strict=True):
             self.lengths[row] += count
         # `rows` stays a slice where it came as one: slicing gives views of the cache, a list gives copies.
@@ -153,7 +161,6 @@ class SlidingCache:
         self.length[rows] += torch.as_tensor(counts, device=old.device)
         P, T = self.prefix_len[rows], max(counts)
         pos = old[:, None] + torch.arange(T, device=old.device)                       # (rows, T)
-        self.decoding = T == 1 and not torch.is_grad_enabled()
         plan = self._plan_append if self.decoding else self._plan_extend
         self.plans = {w: plan(P, w, old, pos) for w in set(self.windows)}
         return pos
@@ -205,8 +212,6 @@ class SlidingCache:
 
     def _plan_extend(self, P, w, old, pos):
         """How to lay out what the rows hold before the new tokens, and which new tokens to keep where."""
-        if self.held and any(w is not None and bool((old > P + w).any()) for w in self.windows):
-            raise ValueError("with random eviction a row takes one token at a time once its window has filled")
         P, T, old = P[:, None], pos.size(1), old[:, None]
         count = old if w is None else torch.minimum(old, P + w)                       # (rows, 1) tokens held
         C = int(count.max())

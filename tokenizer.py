@@ -81,7 +81,10 @@ def load_tokenizer(path_or_hub_name):
         return tokenizer
     if (folder / "chat_template.jinja").exists():
         settings["chat_template"] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    return Tokenizer(str(path_or_hub_name), spec, settings, eos_ids)
+    try:
+        return Tokenizer(str(path_or_hub_name), spec, settings, eos_ids)
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ValueError(f"{folder}: its tokenizer files are not as they should be: {type(error).__name__}: {error}") from None
 
 
 def reachable(tokens, merges):

@@ -110,7 +110,7 @@ def test_stop_strings_are_not_shown(folder, monkeypatch, capsys):
         (["--windw=8"], "did you mean 'window'"),
         (["--window=0"], "window=0: a window is None"),
         (["--window=wide"], "window wants int or list or None"),
-        (["--start=FILE:none.txt"], "none.txt: No such file"),
+        (["--start=FILE:none.txt"], "'none.txt': No such file"),
         (["--init_from=nowhere"], "'nowhere' is neither a folder"),
     ],
 )
