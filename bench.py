@@ -112,6 +112,11 @@ def machine_rates(device, dtype):
     return 2 * n**3 / seconds(lambda: a @ a, device), 2 * size / seconds(lambda: y.copy_(x), device)
 
 
+def whole(*numbers):
+    """Whether all are whole numbers of at least 1."""
+    return all(type(n) is int and n >= 1 for n in numbers)
+
+
 def rounded(**row):
     """A row of a table, its floats to four digits."""
     return {key: float(f"{value:.4g}") if isinstance(value, float) else value for key, value in row.items()}
@@ -176,11 +181,12 @@ def kernel():
     large = where.type == "cuda"
     Ts = lengths or ((4096, 8192, 16384, 32768, 65536, 131072) if large else (2048, 4096, 8192, 16384))
     Ws = windows or ((2048, 4096, 8192) if large else (512,))
-    H, Hkv, D = n_head or (32 if large else 4), n_kv_head or (8 if large else 2), head_dim or (128 if large else 64)
+    H, Hkv, D = (given if given is not None else standard[not large]
+                 for given, standard in ((n_head, (32, 4)), (n_kv_head, (8, 2)), (head_dim, (128, 64))))
     n_rows = 16 if rows is None else rows
-    if repeats < 1 or min(*Ts, *Ws, batch, n_rows) < 1 or prefix_len < 0 or H % Hkv:
-        raise ValueError(f"lengths={Ts}, windows={Ws}, batch={batch}, rows={n_rows} and repeats={repeats} are at least 1, "
-                         f"prefix_len={prefix_len} at least 0, and n_head={H} is a multiple of n_kv_head={Hkv}")
+    if not whole(repeats, *Ts, *Ws, batch, n_rows, H, Hkv, D) or prefix_len < 0 or H % Hkv:
+        raise ValueError(f"lengths={Ts}, windows={Ws}, batch={batch}, rows={n_rows} and repeats={repeats} are whole numbers of at least 1, "
+                         f"prefix_len={prefix_len} at least 0, and n_head={H} is a multiple of n_kv_head={Hkv}; head_dim={D}")
     flops, bandwidth = machine_rates(where, kind)
     name = torch.cuda.get_device_name(where) if large else f"{where}, {torch.get_num_threads()} threads"
     print(f"{name}: {str(kind)[6:]} matrix product {flops / 1e12:.3g} TFLOP/s, copy {bandwidth / 1e9:.3g} GB/s; "
@@ -246,9 +252,9 @@ def decode():
     where, kind = device_and_dtype(device, dtype)
     W, n_rows = windows[0] if windows else 2048, 1 if rows is None else rows
     Ts = lengths or (prefix_len + W, 8192, 32768, 131072)
-    if repeats < 1 or n_rows < 1 or prefix_len < 0 or min(Ts) < prefix_len + W:
-        raise ValueError(f"repeats={repeats} and rows={n_rows} are at least 1, prefix_len={prefix_len} at least 0, and lengths={Ts} at "
-                         f"least P + W = {prefix_len + W}")
+    if not whole(repeats, n_rows, W, *Ts) or prefix_len < 0 or min(Ts) < prefix_len + W:
+        raise ValueError(f"repeats={repeats}, rows={n_rows} and windows=({W!r},) are whole numbers of at least 1, prefix_len={prefix_len} "
+                         f"at least 0, and lengths={Ts} at least P + W")
     model = GPT.from_pretrained(init_from, dtype=kind, device=where)
     token, caches, left_out = torch.zeros(n_rows, 1, dtype=torch.long, device=where), {}, []
     for T in Ts:

@@ -183,6 +183,7 @@ def test_decode_equals_loops_over_valid_slots(with_prefix):
         (dict(q_start=-1), "q_start"),
         (dict(q_prefix=torch.zeros(1, 4, 4, 8)), "q_prefix"),
         (dict(impl="fast"), "impl='fast'"),
+        (dict(q=torch.zeros(1, 4, 5, 8).long()), "torch.int64"),
         (dict(k=torch.zeros(1, 2, 5, 8).double(), v=torch.zeros(1, 2, 5, 8)), "float64"),
         (dict(q=torch.zeros(4, 5, 8)), r"q \(4, 5, 8\)"),
     ],
@@ -215,3 +216,10 @@ def test_map_on_the_command_line():
     for args in ((), ("40", "8"), ("40", "8", "0"), ("40", "x", "1"), ("-1", "2", "3")):
         result = call(*args)
         assert result.returncode == 2 and result.stderr.startswith("usage: ") and result.stderr.count("\n") == 1
+
+
+def test_decode_scores_beyond_the_range_of_float16():
+    q, k = torch.full((1, 2, 1, 8), 200.0).half(), torch.full((1, 1, 4, 8), 200.0).half()
+    k[:, :, 3] *= -1
+    v = torch.arange(4.0).half().view(1, 1, 4, 1).expand(1, 1, 4, 8).contiguous()
+    assert torch.equal(decode_attention(q, k, v, 4), torch.ones(1, 2, 1, 8).half())  # 320,000 each, and -320,000: the mean of 0, 1, 2

@@ -206,3 +206,87 @@ def test_the_models_own_windows_hold_where_they_are_narrower():
     config = GPTConfig(n_layer=3, windows=(None, 8, 8))
     assert layer_windows(config, None) == [None, 8, 8] and layer_windows(config, 4) == [4, 4, 4]
     assert layer_windows(config, [None, 16, 2]) == [None, 8, 2]
+
+
+def test_a_reused_row_carries_nothing_over():
+    """A sequence that had gone NaN left its keys in the slots beyond its successor's tokens: weight 0 times NaN is NaN."""
+    model = tiny_gpt()
+    for fresh in ("reset", "copy"):
+        cache = SlidingCache(model.config, 2, torch.tensor([3, 3]), 5, dtype=torch.float64)
+        with torch.no_grad():
+            model.features(torch.zeros(1, 7, dtype=torch.long), cache=cache, rows=[1])  # attention reads as far as the longest row
+            for t in (*cache.k, *cache.v):
+                t[0] = float("nan")
+            cache.lengths[0] = 30
+            cache.length[0] = 30
+            if fresh == "reset":
+                cache.reset(0, 3)
+                model.features(torch.zeros(1, 3, dtype=torch.long), cache=cache, rows=[0])
+            else:
+                cache.copy(1, 0, 3)
+            x = model.features(torch.ones(2, 1, dtype=torch.long), cache=cache)
+        assert torch.isfinite(x).all()
+
+
+@pytest.mark.parametrize("fresh", ["reset", "copy"])
+def test_random_eviction_in_a_reused_row(fresh):
+    """The table of what a slot holds begins anew with the row."""
+    used, new = SlidingCache(CONFIG, 2, 2, 4, evict="random"), SlidingCache(CONFIG, 1, 2, 4, evict="random")
+    feed(used, 2, 1)
+    for _ in range(15):
+        feed(used, 1, 0)
+    used.reset(0, 2) if fresh == "reset" else used.copy(1, 0, 2)
+    assert fresh == "reset" and used.positions(0) == [] or used.positions(0) == [0, 1]
+    used.streams[0] = new.streams[0] = 3
+    if fresh == "reset":
+        feed(used, 2, 0)
+    feed(new, 2, 0)
+    for _ in range(20):
+        feed(used, 1, 0), feed(new, 1, 0)
+        assert [used.positions(0, head=h) for h in range(2)] == [new.positions(0, head=h) for h in range(2)]
+
+
+def test_a_row_moved_in_the_middle_goes_on_as_before():
+    """Compaction copies a running row with its stream: the later evictions are those of the row where it was."""
+    cache, alone = SlidingCache(CONFIG, 2, 1, 4, evict="random"), SlidingCache(CONFIG, 1, 1, 4, evict="random")
+    cache.streams[1] = alone.streams[0] = 7
+    for n in range(25):
+        if n == 12:
+            cache.copy(1, 0)
+        feed(cache, 1, 0 if n >= 12 else 1), feed(alone, 1, 0)
+    assert cache.positions(0) == alone.positions(0) != list(range(21, 25))
+
+
+def test_refused_steps_leave_no_trace():
+    cache = SlidingCache(CONFIG, 1, 1, 3, evict="random")
+    for _ in range(6):
+        feed(cache, 1)
+    before = [cache.positions(0), cache.lengths, cache.length.tolist()]
+    with pytest.raises(ValueError, match="one token at a time"):
+        feed(cache, 2)
+    for wrong in (0, [1, 1], [0]):
+        with pytest.raises(ValueError, match="at least one new token"):
+            cache.advance(wrong)
+    assert [cache.positions(0), cache.lengths, cache.length.tolist()] == before == [cache.positions(0), [6], [6]]
+
+
+def test_each_slot_is_written_once():
+    """One kept token too many would go to the slot of the newest, and which of the two stays is nobody's to say."""
+    cache = SlidingCache(CONFIG, 2, torch.tensor([3, 0]), 4)
+    cache.advance([17, 9])
+    row, _, slot = cache.plans[4][3]
+    pairs = list(zip(row.tolist(), slot.tolist(), strict=True))
+    assert len(set(pairs)) == len(pairs) == 7 + 4
+
+
+def test_gradients_stop_at_what_is_held():
+    """As in Transformer-XL: the new tokens get gradients, the cache none, and the graph of one chunk does not grow into the next."""
+    model = tiny_gpt()
+    cache = SlidingCache(model.config, 1, 2, 6, dtype=torch.float64)
+    for chunk in torch.randint(61, (3, 1, 5)):
+        model.features(chunk, cache=cache).square().sum().backward()
+        assert not any(t.requires_grad for t in (*cache.k, *cache.v))
+    assert all(p.grad.abs().max() > 0 for name, p in model.named_parameters() if "k_proj" in name)
+    x = model.features(torch.zeros(1, 1, dtype=torch.long), cache=cache)              # a chunk of one token is no decoding here
+    x.sum().backward()
+    assert not cache.decoding

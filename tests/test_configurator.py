@@ -30,9 +30,14 @@ import json
 def main():
     if steps < 0:
         raise ValueError(f"steps={steps}: must be\\n at least 0")
+    if start == "wait":
+        raise KeyboardInterrupt
+    if start == "much":
+        for _ in range(100000):
+            print("text")
     if start.startswith("FILE:"):
         open(start[5:])
-    print(json.dumps(dict(lr=lr, steps=steps, compile=compile, start=start, ids=ids, top_k=top_k, window=window)))
+    print(json.dumps(dict(lr=lr, steps=steps, compile=compile, start=start, ids=ids, top_k=top_k, window=window), ensure_ascii=False))
 
 if __name__ == "__main__":
     run(main)
@@ -130,6 +135,21 @@ def test_wrong_files_end_in_one_line(call, text, parts):
 def test_debug_shows_the_traceback(call):
     result = call("--steps=-1", "--debug=True")
     assert result.returncode == 1 and "Traceback" in result.stderr and "line" in result.stderr
+
+
+def test_interrupts_and_closed_pipes_are_no_errors(call, tmp_path):
+    result = call("--start=wait")
+    assert result.returncode == 130 and result.stderr == "interrupted\n"
+    assert call("--start=wait", "--debug=True").returncode == 130
+    process = subprocess.Popen([sys.executable, "script.py", "--start=much"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.read(10)
+    process.stdout.close()
+    assert process.wait() == 141 and process.stderr.read() == b""
+
+
+def test_characters_that_the_terminal_lacks(call, monkeypatch):
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    assert values(call("a.py", a="start = 'ž'"))["start"] == "?"
 
 
 def test_help_lists_every_key(call):

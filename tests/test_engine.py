@@ -326,9 +326,10 @@ def test_a_wait_does_not_overrun_the_maximum():
     model, prompt = tiny_gpt(), PROMPTS[0] + [BEGIN]
     seen = 0
     for seed in range(20):
-        budget = Thinking(END, BEGIN, minimum=5, maximum=6, wait_ids=(1, 2, 3, 4, 5, 6, 7))
+        budget = Thinking(END, BEGIN, minimum=5, maximum=6, wait_ids=tuple(range(1, 21)))
         c = generate(model, [prompt], 30, seed=seed, window=6, temperature=2.0, top_p=1.0, thinking=budget)[0]
         assert len(thinking_part(c)) in (5, 6)
+        assert c.sampled[c.tokens.index(END) + 1]  # what is left of the wait does not come behind the end
         seen += not all(c.sampled[:5])
     assert seen
 
@@ -480,3 +481,72 @@ def test_a_draw_at_the_upper_end_is_a_possible_token():
     """u * total may round up to the total: the last token with probability > 0, not the end of the vocabulary."""
     logits = torch.tensor([[0.0, 0.0, -math.inf, -math.inf]])
     assert int(sample(logits, torch.tensor([1.0]), 1.0, None, 1.0)) == 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# what is easily lost
+
+
+def test_siblings_with_windows_that_differ_by_layer():
+    """A prompt that the first layer still holds may have left another."""
+    model, how, stats = tiny_gpt(), dict(prefix_len=1, window=[30, 6, 6], rows=1, temperature=1.0), {}
+    done = generate(model, [PROMPTS[3]] * 2, 10, seed=[4, 5], stats=stats, **how)
+    assert stats["prefills"] == 2
+    for seed, c in zip((4, 5), done, strict=True):
+        assert c.tokens == generate(model, [PROMPTS[3]], 10, seed=seed, **how)[0].tokens
+
+
+def test_rows_that_fit_the_memory(monkeypatch):
+    model, stats = tiny_gpt(dtype=torch.float32), {}
+    one = 2 * 3 * 2 * (14 + 6) * 8 * 4
+    monkeypatch.setattr("engine.free_bytes", lambda device: 3.5 * one / 0.8)
+    generate(model, PROMPTS, 20, window=6, stats=stats)
+    assert stats["rows"] == 3 and stats["cache_bytes"] == 3 * one
+    generate(model, PROMPTS, 20, window=6, rows=5, stats=stats)
+    assert stats["rows"] == 5
+
+
+def test_a_prefix_beyond_everything_costs_what_is_used():
+    stats = {}
+    generate(tiny_gpt(dtype=torch.float32), [PROMPTS[0]], 10, prefix_len=10**9, window=10**9, stats=stats)
+    assert stats["cache_bytes"] == 2 * 3 * 2 * (15 + 1) * 8 * 4
+
+
+def test_any_int_is_a_seed():
+    model = tiny_gpt()
+    texts = [tuple(generate(model, [PROMPTS[0]], 20, seed=seed, temperature=1.5)[0].tokens) for seed in (-5, 0, 5, 2**63, 2**70 + 1)]
+    assert len(set(texts)) == len(texts)
+
+
+@torch.no_grad()
+def test_logprobs_of_a_bfloat16_model_are_float32():
+    model = tiny_gpt(dtype=torch.bfloat16)
+    c = generate(model, [PROMPTS[1]], 12, window=4, temperature=0.7)[0]
+    logits = model(torch.tensor([c.prompt + c.tokens[:1]]), len(c.prompt), 4)[0, len(c.prompt) - 1].float()
+    assert abs(c.logprobs[0] - (logits / 0.7).log_softmax(-1)[c.tokens[0]].item()) < 1e-5
+
+
+def test_logits_that_are_not_finite_are_named():
+    model = tiny_gpt(tied=False)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[5] = math.nan
+    for top_p in (0.9, 1.0):
+        with pytest.raises(ValueError, match="prompt 1: the model's logits are not finite behind 0 new tokens"):
+            generate(model, [[1, 2], [1, 5]], 5, top_p=top_p)
+
+
+def test_no_graph_is_kept():
+    model = tiny_gpt()
+    seen = []
+    features = model.features
+    model.features = lambda *args, **kwargs: seen.append(features(*args, **kwargs)) or seen[-1]
+    generate(model, [PROMPTS[0]], 3, window=4)
+    assert len(seen) == 3 and not any(x.requires_grad or x.is_inference() for x in seen)
+
+
+def test_a_cache_that_says_it_all_is_not_told_again():
+    model = tiny_gpt()
+    cache = SlidingCache(model.config, 1, 2, 3, dtype=torch.float64)
+    for twice in (dict(prefix_len=2), dict(window=3), dict(positions=torch.zeros(1, 1))):
+        with pytest.raises(ValueError, match="those of the cache"):
+            model.features(tokens(1, 1, 1), cache=cache, **twice)

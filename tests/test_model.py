@@ -173,6 +173,13 @@ def test_wrong_tensors_are_named(name, damage, message, save):
         (dict(hidden_act="gelu"), "hidden_act='gelu'"),
         (dict(attention_bias=True), "attention_bias=True"),
         (dict(mlp_bias=True), "mlp_bias=True"),
+        (dict(partial_rotary_factor=0.5), "partial_rotary_factor=0.5"),
+        (dict(vocab_size=-5), "vocab_size=-5"),
+        (dict(num_hidden_layers="2"), "num_hidden_layers='2'"),
+        (dict(sliding_window=-4), "sliding_window=-4"),
+        (dict(model_type=["llama"]), "model_type"),
+        (dict(rope_parameters=dict(rope_type="default", rope_theta=0)), "rope_theta=0"),
+        (dict(rope_parameters=dict(full_attention=dict(rope_theta=1e4))), "one set for all layers"),
         (dict(quantization_config={"bits": 4}), "quantization_config"),
         (dict(hidden_size=None), "lacks hidden_size"),
         (dict(rope_parameters=dict(rope_type="longrope", rope_theta=1e4)), "rope scaling 'longrope'"),
@@ -209,6 +216,32 @@ def test_damaged_and_absent_files(save, tmp_path):
     (tmp_path / "prepare.py").touch()
     with pytest.raises(FileNotFoundError, match="run .python .*prepare.py"):
         local_folder(tmp_path, [])
+
+
+def test_windows_of_hub_files():
+    """Hub files of Qwen2 say sliding_window 32768 and use_sliding_window false, and name no layer_types."""
+    d = hf_model(MODELS["qwen2"]).config.to_dict() | dict(layer_types=None, sliding_window=32768, use_sliding_window=False, max_window_layers=0)
+    assert GPTConfig.from_hf(d).windows == (None, None, None)
+    assert GPTConfig.from_hf(d | dict(use_sliding_window=True, max_window_layers=1)).windows == (None, 32768, 32768)
+    assert GPTConfig.from_hf({k: v for k, v in d.items() if k != "max_window_layers"} | dict(use_sliding_window=True)).windows == (None,) * 3
+
+
+def test_end_tokens_and_defaults_survive_a_save(tmp_path):
+    model = tiny_gpt(dtype=torch.float32, eos_ids=(3, 5))
+    model.save_pretrained(tmp_path)
+    assert GPT.from_pretrained(tmp_path).config.eos_ids == (3, 5) and not GPT.from_pretrained(tmp_path).training
+    d = GPTConfig(qk_norm=True).to_hf()
+    assert GPTConfig.from_hf({k: v for k, v in d.items() if k != "head_dim"}).head_dim == 128  # Qwen3's default is not n_embd / n_head
+    old = dict(d, rope_scaling=dict(rope_type="yarn", factor=2.0), max_position_embeddings=64)
+    assert GPTConfig.from_hf(old).rope_scaling["original_max_position_embeddings"] == 64
+
+
+@torch.no_grad()
+def test_norms_of_half_precision_models_are_float32(save):
+    """The mean of squares overflows float16 from 256 on, and bfloat16 has two digits."""
+    norm = tiny_gpt(dtype=torch.float16).model.norm
+    x = torch.full((1, 1, 32), 1000.0).half()
+    assert torch.equal(norm(x), torch.ones(1, 1, 32).half())
 
 
 def test_a_save_replaces_older_shards(save):

@@ -79,6 +79,18 @@ def test_policies_and_prompts_from_files(folder, policy, tmp_path, monkeypatch, 
     assert last["cache_bytes"] == 2 * 2 * 1 * kept * 8 * 4
 
 
+def test_ids_that_the_tokenizer_lacks_are_never_drawn(tmp_path, monkeypatch, capsys):
+    """An embedding with more rows than the tokenizer has entries, as Qwen's."""
+    torch.manual_seed(1)
+    GPT(GPTConfig(vocab_size=4000, **SMALL)).save_pretrained(tmp_path)
+    kept = []
+    monkeypatch.setattr(sample, "generate", lambda *args, **kwargs: kept.extend(generate(*args, **kwargs)) or kept)
+    for key, value in dict(init_from=str(tmp_path), device="cpu", chat=False, window=8, max_new_tokens=50, top_p=1.0).items():
+        monkeypatch.setattr(sample, key, value)
+    sample.main()
+    assert max(kept[0].tokens) < 257 and capsys.readouterr().out
+
+
 def test_stop_strings_that_overlap(folder):
     """With stops "ab!?" and "b" the screen once waited for what follows while the engine had stopped: later samples never came."""
     model, tokenizer = GPT.from_pretrained(folder), load_tokenizer(folder)
