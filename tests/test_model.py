@@ -220,10 +220,12 @@ def test_damaged_and_absent_files(save, tmp_path):
 
 def test_windows_of_hub_files():
     """Hub files of Qwen2 say sliding_window 32768 and use_sliding_window false, and name no layer_types."""
-    d = hf_model(MODELS["qwen2"]).config.to_dict() | dict(layer_types=None, sliding_window=32768, use_sliding_window=False, max_window_layers=0)
+    d = hf_model(MODELS["qwen2"]).config.to_dict()
+    d |= dict(layer_types=None, sliding_window=32768, use_sliding_window=False, max_window_layers=0)
     assert GPTConfig.from_hf(d).windows == (None, None, None)
     assert GPTConfig.from_hf(d | dict(use_sliding_window=True, max_window_layers=1)).windows == (None, 32768, 32768)
-    assert GPTConfig.from_hf({k: v for k, v in d.items() if k != "max_window_layers"} | dict(use_sliding_window=True)).windows == (None,) * 3
+    del d["max_window_layers"]
+    assert GPTConfig.from_hf(d | dict(use_sliding_window=True)).windows == (None,) * 3
 
 
 def test_end_tokens_and_defaults_survive_a_save(tmp_path):
