@@ -113,7 +113,7 @@ def generate(model, prompts, max_new_tokens, *, prefix_len=None, window=4096, ro
     stats = {} if stats is None else stats
     stats.update(cache_bytes=cache.nbytes, rows=n_rows, prefills=0, prefill_s=0.0, decode_steps=0, decode_s=0.0)
 
-    streams = mix(torch.tensor([(s + 2**63) % 2**64 - 2**63 for s in seeds]), torch.arange(n) if isinstance(seed, int) else 0)
+    streams = mix(torch.tensor([(s + 2**63) % 2**64 - 2**63 for s in seeds]), 0 if hasattr(seed, "__len__") else torch.arange(n))
     completions, keys = [Completion(list(prompt)) for prompt in prompts], [tuple(prompt) for prompt in prompts]
     still_to_come, first_logits, occupant = Counter(keys), {}, [None] * n_rows        # occupant: whose prompt a row held last
     queue = deque(range(n))

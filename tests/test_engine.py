@@ -516,6 +516,8 @@ def test_any_int_is_a_seed():
     model = tiny_gpt()
     texts = [tuple(generate(model, [PROMPTS[0]], 20, seed=seed, temperature=1.5)[0].tokens) for seed in (-5, 0, 5, 2**63, 2**70 + 1)]
     assert len(set(texts)) == len(texts)
+    a, b = (generate(model, [PROMPTS[0]] * 2, 20, seed=seed, temperature=1.5)[1].tokens for seed in (7, torch.tensor(7).numpy()[()]))
+    assert a == b                                                                     # a numpy int is one seed, too
 
 
 @torch.no_grad()
