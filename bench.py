@@ -20,7 +20,7 @@ decode: one token of a whole model (init_from) when its trace is so and so long,
 are filled with random keys, so that nobody has to wait for 131,072 tokens; the cases take turns, a few tokens each, so that a busy
 moment of the machine hits them alike. What does not fit the memory is left out and said.
 
-Times are medians; the last line is JSON.
+Times of kernel are the fastest of several runs, those of decode medians; the last line is JSON.
 """
 import sys
 

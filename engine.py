@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from attn_kernel import wide
 from sliding_cache import SlidingCache, free_bytes, layer_windows, mix, row_bytes, uniform
 
 POLICIES = {  # what each of the family means for generate(); prefix_sliding is its defaults
@@ -136,7 +137,7 @@ def generate(model, prompts, max_new_tokens, *, prefix_len=None, window=4096, ro
 
     def accept(sequences, logits):
         """Choose and record the next token of each of the sequences, given its logits (len(sequences), vocab_size)."""
-        logits = logits if logits.dtype == torch.float64 else logits.float()
+        logits = wide(logits)
         if temperature > 0:
             logits = (logits - logits.amax(-1, keepdim=True)) / temperature           # a tiny temperature must not overflow
         index = torch.tensor([len(s.completion.tokens) for s in sequences])

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import nn
 
-from attn_kernel import decode_attention, prefix_sliding_attention
+from attn_kernel import decode_attention, prefix_sliding_attention, wide
 from checkpoint import local_folder, read_json, read_weights, replacing
 from sliding_cache import layer_windows
 
@@ -209,7 +209,7 @@ class RMSNorm(nn.Module):
         self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
 
     def forward(self, x):
-        y = x if x.dtype == torch.float64 else x.float()
+        y = wide(x)
         y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * y.to(x.dtype)
 

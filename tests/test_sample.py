@@ -28,19 +28,13 @@ def folder(tmp_path_factory):
     return path
 
 
+def arguments(folder, *args):
+    common = ["--device=cpu", "--chat=False", "--start=abc", "--max_new_tokens=40", "--window=8"]
+    return [sys.executable, "sample.py", f"--init_from={folder}", *common, *args]
+
+
 def command(folder, *args, **how):
-    args = [
-        sys.executable,
-        "sample.py",
-        f"--init_from={folder}",
-        "--device=cpu",
-        "--chat=False",
-        "--start=abc",
-        "--max_new_tokens=40",
-        "--window=8",
-        *args,
-    ]
-    return subprocess.run(args, cwd=ROOT, capture_output=True, text=True, **how)
+    return subprocess.run(arguments(folder, *args), cwd=ROOT, capture_output=True, text=True, **how)
 
 
 def test_end_to_end(folder):
@@ -157,24 +151,8 @@ def test_show_colours_tokens_by_where_they_are(folder):
     """In a real terminal (a pty of 24 x 80): prefix, dropped and window in three colours, in that order, and the right counts."""
     parent, child = pty.openpty()
     env = os.environ | dict(COLUMNS="80", LINES="24")
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            "sample.py",
-            f"--init_from={folder}",
-            "--device=cpu",
-            "--chat=False",
-            "--start=abc",
-            "--max_new_tokens=30",
-            "--min_new_tokens=30",
-            "--window=8",
-            "--show=True",
-        ],
-        cwd=ROOT,
-        stdout=child,
-        stderr=child,
-        env=env,
-    )
+    args = arguments(folder, "--max_new_tokens=30", "--min_new_tokens=30", "--show=True")
+    process = subprocess.Popen(args, cwd=ROOT, stdout=child, stderr=child, env=env)
     os.close(child)
     out = b""
     while True:
