@@ -5,6 +5,10 @@ How fast, and in how much memory. The first argument says what:
     python bench.py kernel --lengths=8192,16384 --windows=512,    # on a CPU: T = 8,192 and 16,384 (2 GB of memory, 2 minutes)
     python bench.py kernel --prefix_len=1000 --n_head=16 --n_kv_head=4 --head_dim=64
     python bench.py decode                                        # a whole model: time per token and cache against length
+    python bench.py gap                                           # the trainer's log-probabilities against the sampler's
+    python bench.py train                                         # a training step with carry: memory against length
+    python bench.py batching                                      # rows refilled as they finish against static batches
+    python bench.py traces --init_from=out-demo/rl/last           # the embedded task at traces of up to 100,000 tokens
 
 kernel: forward, backward and one step of decoding for every length and window, by
     ours         prefix + window by attn_kernel.py: Triton on CUDA, the block-sparse PyTorch path elsewhere
@@ -19,6 +23,8 @@ they are slow without.
 decode: one token of a whole model (init_from) when its trace is so and so long, with Prefix Sliding and with full attention. The caches
 are filled with random keys, so that nobody has to wait for 131,072 tokens; the cases take turns, a few tokens each, so that a busy
 moment of the machine hits them alike. What does not fit the memory is left out and said.
+
+gap, train, batching, traces: see the functions; windows, lengths and rows are those of the keys below.
 
 Times of kernel are the fastest of several runs, those of decode medians; the last line is JSON.
 """
@@ -48,14 +54,20 @@ import ctypes
 import json
 import threading
 import time
+import types
 
 import psutil
 import torch
 import torch.nn.functional as F
 
+import train_rl
+import training
 from attn_kernel import decode_attention, flex_block_mask, flex_compiled, prefix_sliding_attention, visible
+from engine import generate
 from model import GPT, device_and_dtype
 from sliding_cache import SlidingCache
+from tasks import load_task
+from tokenizer import load_tokenizer
 
 # ---------------------------------------------------------------------------------------------------------------------
 # measuring
@@ -292,7 +304,115 @@ def decode():
     return dict(bench="decode", init_from=init_from, device=str(where), dtype=str(kind)[6:], rows=n_rows, P=prefix_len, W=W, table=table)
 
 
-BENCHES = dict(kernel=kernel, decode=decode)
+# ---------------------------------------------------------------------------------------------------------------------
+# training: what the trainer sees against what the sampler saw, and memory against length; batches that are refilled
+
+def set_trainer(**keys):
+    vars(train_rl).update(dict(loss_on="tail", temperature=1.0, rope="continue", prefix_len=None) | keys)
+
+
+def gap():
+    """The trainer's log-probabilities against those that the sampler recorded, on the last window of the same rollouts."""
+    where, _ = device_and_dtype(device)
+    W, n_rows = windows[0] if windows else 64, 4 if rows is None else rows
+    n_new = lengths[0] if lengths else 16 * W
+    if not whole(n_rows, W, n_new) or n_new < 12 * W:
+        raise ValueError(f"rows={n_rows} and windows=({W!r},) are whole numbers of at least 1, lengths=({n_new!r},) at least 12 windows")
+    tokenizer, table = load_tokenizer(init_from), []
+    questions = ("Why is the sky blue?", "How does a lighthouse work?", "Write a story about two rivers.", "What is a prime number?")
+    prompts = [tokenizer.encode_chat([{"role": "user", "content": questions[i % 4]}]) for i in range(n_rows)]
+    for name in ("float32", "bfloat16") if dtype == "auto" else (dtype,):
+        model = GPT.from_pretrained(init_from, dtype=device_and_dtype(device, name)[1], device=where)
+        print(f"sampling {n_rows} x {n_new} tokens in {name}".ljust(60), end="\r", file=sys.stderr, flush=True)
+        done = generate(model, prompts, n_new, window=W, temperature=1.0, top_p=1.0, n_vocab=tokenizer.n_vocab)
+        episodes = [train_rl.Episode(**vars(c), advantage=1.0) for c in done]
+        for carry in (False, True):
+            for m in (1, 2, 4, 8):
+                print(f"{name}, carry={carry}, context_mult={m}".ljust(60), end="\r", file=sys.stderr, flush=True)
+                set_trainer(window=W, context_mult=m, carry=carry, micro_batch=1)
+                got = train_rl.update_policy(model, types.SimpleNamespace(step=lambda rate, clip: 0.0), episodes, 0.0)
+                model.zero_grad()
+                table.append(rounded(dtype=name, carry=carry, context_mult=m, mismatch_kl=got["gap_k3"], max_difference=got["gap_max"]))
+    print(f"{init_from} on {where}: {n_rows} rollouts of {n_new} tokens with W={W}, the last {W} tokens of each".ljust(60))
+    print_table(table)
+    return dict(bench="gap", init_from=init_from, W=W, tokens_per_rollout=n_new, rows=n_rows, table=table)
+
+
+def train():
+    """One step of train_rl.py with carry on one rollout of each length: peak memory above the level before, and seconds."""
+    where, kind = device_and_dtype(device, dtype)
+    W, Ts = windows[0] if windows else 512, lengths or (16384, 131072)
+    if not whole(W, *Ts):
+        raise ValueError(f"windows=({W!r},) and lengths={Ts} are whole numbers of at least 1")
+    model, table = GPT.from_pretrained(init_from, dtype=kind, device=where), []
+    optimizer = training.Optimizer(model, lr=1e-6)
+    for T in (min(Ts), *Ts):                                                          # the first makes the optimizer's moments
+        tokens = torch.randint(model.config.vocab_size, (T,), generator=torch.Generator().manual_seed(0)).tolist()
+        episode = train_rl.Episode(tokens[:prefix_len], tokens, [-9.0] * T, [True] * T, "length", advantage=1.0)
+        set_trainer(window=W, context_mult=1, carry=True, micro_batch=1)
+        print(f"{T} tokens".ljust(60), end="\r", file=sys.stderr, flush=True)
+        began = time.perf_counter()
+        peak = peak_bytes(lambda e=episode: train_rl.update_policy(model, optimizer, [e], 1e-6), where)
+        table.append(rounded(tokens=T, peak_mb=peak / 1e6, s=time.perf_counter() - began, times_the_first=0.0))
+    for row in table[1:]:
+        row["times_the_first"] = round(row["peak_mb"] / table[1]["peak_mb"], 3)
+    print(f"{init_from} on {where}, {str(kind)[6:]}: one training step with carry, P={prefix_len}, W={W}, context_mult=1")
+    print_table(table[1:])
+    return dict(bench="train", init_from=init_from, P=prefix_len, W=W, table=table[1:])
+
+
+def traces():
+    """A model of the embedded task (init_from) on problems that take so and so many tokens: the share that it gets right."""
+    where, kind = device_and_dtype(device, dtype)
+    W, n_rows, Ts = windows[0] if windows else 12, 16 if rows is None else rows, lengths or (1000, 10000, 100000)
+    if not whole(W, n_rows, *Ts) or min(Ts) < 8:
+        raise ValueError(f"windows=({W!r},) and rows={n_rows} are whole numbers of at least 1, lengths={Ts} of at least 8")
+    model, tokenizer, table = GPT.from_pretrained(init_from, dtype=kind, device=where), load_tokenizer(init_from), []
+    for T in Ts:
+        source = load_task(f"passes:{T // 4}-{T // 4}", held_out=True)                # a step is four tokens
+        problems = [source.problem(i) for i in range(n_rows)]
+        prompts = [tokenizer.encode_chat([{"role": "user", "content": p.prompt}]) for p in problems]
+        for temperature in (0.0, 1.0):
+            print(f"{T} tokens at temperature {temperature:g}".ljust(60), end="\r", file=sys.stderr, flush=True)
+            began = time.perf_counter()
+            done = generate(model, prompts, T + T // 4 + 40, window=W, rope="reset", temperature=temperature, top_p=1.0,
+                            stop_ids=tokenizer.eos_ids, n_vocab=tokenizer.n_vocab)
+            right = [source.score(p, tokenizer.decode(c.tokens[:-1]), c.tokens[:-1], c.finish_reason)
+                     for p, c in zip(problems, done, strict=True)]
+            table.append(rounded(tokens=T, temperature=temperature, problems=n_rows, right=int(sum(right)),
+                                 mean_tokens=sum(len(c.tokens) for c in done) / n_rows, s=time.perf_counter() - began,
+                                 P_plus_W=max(map(len, prompts)) + W))
+    print(f"{init_from} on {where}".ljust(60))
+    print_table(table)
+    return dict(bench="traces", init_from=init_from, table=table)
+
+
+def batching():
+    """Sequences whose lengths are log-uniform over a factor of ten: rows that are refilled as they finish, against batches of as many
+    rows that all run until the longest of them is done."""
+    where, kind = device_and_dtype(device, dtype)
+    W, n_rows, n = windows[0] if windows else 256, 8 if rows is None else rows, 5 * (8 if rows is None else rows)
+    model, generator = GPT.from_pretrained(init_from, dtype=kind, device=where), torch.Generator().manual_seed(0)
+    limits = [int(32 * 10**u) for u in torch.rand(n, generator=generator).tolist()]
+    prompts = torch.randint(model.config.vocab_size, (n, 16), generator=generator).tolist()
+    seconds_of = dict(continuous=0.0, static=0.0)
+    for a in range(0, n, n_rows):
+        print(f"static batches: {a} of {n} done".ljust(60), end="\r", file=sys.stderr, flush=True)
+        began = time.perf_counter()
+        generate(model, prompts[a:a + n_rows], max(limits[a:a + n_rows]), window=W)
+        seconds_of["static"] += time.perf_counter() - began
+    began = time.perf_counter()
+    generate(model, prompts, limits, window=W, rows=n_rows)
+    seconds_of["continuous"] = time.perf_counter() - began
+    table = [rounded(batches=name, useful_tokens=sum(limits), s=s, tokens_per_s=sum(limits) / s) for name, s in seconds_of.items()]
+    ratio = seconds_of["static"] / seconds_of["continuous"]
+    print(f"{init_from} on {where}, {str(kind)[6:]}: {n} sequences of {min(limits)} to {max(limits)} new tokens, {n_rows} rows, W={W}")
+    print_table(table)
+    print(f"continuous batching gives {ratio:.2f} times the tokens/s of static batches")
+    return dict(bench="batching", init_from=init_from, rows=n_rows, sequences=n, times_faster=round(ratio, 3), table=table)
+
+
+BENCHES = dict(kernel=kernel, decode=decode, gap=gap, train=train, batching=batching, traces=traces)
 
 
 def main():

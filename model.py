@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from attn_kernel import decode_attention, prefix_sliding_attention, wide
 from checkpoint import local_folder, read_json, read_weights, replacing
@@ -264,12 +265,13 @@ class GPT(nn.Module):
             layers=nn.ModuleList(Block(config) for _ in range(config.n_layer)),
             norm=RMSNorm(config.n_embd, config.norm_eps)))
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.checkpointing = False  # keep the input of each layer alone for the backward, and compute the layer anew there
         freqs, self.rope_factor = rope_frequencies(config)
         self.register_buffer("freqs", freqs, persistent=False)
-        for name, p in self.named_parameters():  # GPT-2's: 0.02, less for what is added to the residual stream 2 n_layer times
+        for name, p in self.named_parameters():  # outputs as large as inputs, less for what is added to the residual stream 2 n_layer times
             if p.dim() == 2:
                 residual = name.endswith(("o_proj.weight", "down_proj.weight"))
-                nn.init.normal_(p, std=0.02 / math.sqrt(2 * config.n_layer) if residual else 0.02)
+                nn.init.normal_(p, std=p.size(1) ** -0.5 / (math.sqrt(2 * config.n_layer) if residual else 1))
             elif name.endswith("bias"):
                 nn.init.zeros_(p)
         self.tie()
@@ -331,7 +333,8 @@ class GPT(nn.Module):
             return prefix_sliding_attention(q, keys, values, P, w, q_start=start, q_prefix=q_prefix)
 
         for layer, block in enumerate(self.model.layers):
-            x = block(x, partial(attend, layer))
+            args = x, partial(attend, layer)
+            x = checkpoint(block, *args, use_reentrant=False) if self.checkpointing and torch.is_grad_enabled() else block(*args)
         return self.model.norm(x)
 
     @classmethod

@@ -38,14 +38,13 @@ from configurator import configure, run
 configure(globals())
 
 import json
-import resource
 import shutil
 import sys
 import unicodedata
 
 from engine import POLICIES, Thinking, generate
 from model import GPT, device_and_dtype
-from sliding_cache import row_bytes
+from sliding_cache import peak_bytes, row_bytes
 from tokenizer import TextStream, load_tokenizer
 
 
@@ -107,15 +106,6 @@ def thinking(tokenizer):
     if end is None:
         raise ValueError(f"min_think and max_think need a </think> token, which the tokenizer of {init_from} does not have")
     return Thinking(end, tokenizer.token_id("<think>"), min_think, max_think, tuple(tokenizer.encode(wait_text)))
-
-
-def peak_bytes(device):
-    """The most memory that was in use, and what kind of memory it is."""
-    if device.type == "cuda":
-        import torch
-        return torch.cuda.max_memory_allocated(device), "CUDA memory"
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "resident"
 
 
 class Screen:

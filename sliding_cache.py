@@ -14,6 +14,9 @@ refilled while the others go on. That is what continuous batching in engine.py r
 
 Left out on purpose: paging. A row costs (P + W) slots from its first token on, however few it uses.
 """
+import resource
+import sys
+
 import psutil
 import torch
 
@@ -58,6 +61,13 @@ def free_bytes(device):
     """Bytes of memory that are free on a device now."""
     device = torch.device(device)
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+
+
+def peak_bytes(device):
+    """The most memory of a device that this process has had in use, and what kind of memory that is."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.max_memory_allocated(device), "CUDA memory"
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024), "resident"
 
 
 class SlidingCache:
@@ -137,11 +147,13 @@ class SlidingCache:
         return list(range(n)) if w is None or n <= P + w else [*range(P), *range(n - w, n)]
 
     # A forward pass calls advance once, then in every layer append if `decoding` says so (one token per row, no gradients), else
-    # extend (any number).
+    # extend (any number). Where gradients are recorded, the pass only reads: what it adds lives in its graph, and the rows stay as
+    # they were (so that a pass may be repeated, which activation checkpointing does).
 
     def advance(self, n_new=1, rows=slice(None)):
         """Count n_new more tokens (int or one per row) for the given rows, a slice or a list, and return the positions of the new
-        tokens, (rows, max(n_new)) int64. Works out, for every window among the layers, where they go."""
+        tokens, (rows, max(n_new)) int64. Works out, for every window among the layers, where they go. (Where gradients are recorded,
+        they are not counted.)"""
         index = list(range(self.batch_size))[rows] if isinstance(rows, slice) else list(rows)
         counts = [n_new] * len(index) if isinstance(n_new, int) else list(n_new)
         if len(counts) != len(index) or min(counts) < 1:
@@ -153,12 +165,15 @@ class SlidingCache:
         rolled = any(w is not None and self.lengths[row] > int(self.prefix_len[row]) + w for w in self.held for row in index)
         if rolled and not self.decoding:
             raise ValueError("with random eviction a row takes one token at a time, without gradients, once its window has filled")
-        for row, count in zip(index, counts, strict=True):
-            self.lengths[row] += count
+        self.writing = not torch.is_grad_enabled()
+        if self.writing:
+            for row, count in zip(index, counts, strict=True):
+                self.lengths[row] += count
         # `rows` stays a slice where it came as one: slicing gives views of the cache, a list gives copies.
         self.rows, self.row_ids = rows, torch.arange(self.batch_size, device=self.length.device)[rows]
         old = self.length[rows].clone()                                               # (rows,)
-        self.length[rows] += torch.as_tensor(counts, device=old.device)
+        if self.writing:
+            self.length[rows] += torch.as_tensor(counts, device=old.device)
         P, T = self.prefix_len[rows], max(counts)
         pos = old[:, None] + torch.arange(T, device=old.device)                       # (rows, T)
         plan = self._plan_append if self.decoding else self._plan_extend
@@ -170,7 +185,7 @@ class SlidingCache:
         slot, valid = self.plans[self.windows[layer]]
         heads = torch.arange(self.heads, device=slot.device)
         for cache, new in ((self.k[layer], k), (self.v[layer], v)):
-            cache[self.row_ids[:, None], heads, slot] = new[:, :, 0].detach()
+            cache[self.row_ids[:, None], heads, slot] = new[:, :, 0]
         used = min(self.longest, self.k[layer].size(2))                               # before the buffer is full, read no further
         return self.k[layer][self.rows, :, :used], self.v[layer][self.rows, :, :used], valid
 
@@ -185,8 +200,9 @@ class SlidingCache:
             held = cache[self.row_ids[:, None], :, order].transpose(1, 2)             # (rows, Hkv, C, D), a copy
             both = torch.cat([held, new], 2)
             out.append(both.gather(2, index[:, None, :, None].expand_as(both)) if order.size(1) else new)
-            row, token, slot = keep
-            cache[self.row_ids[row], :, slot] = new[row, :, token].detach()
+            if self.writing:
+                row, token, slot = keep
+                cache[self.row_ids[row], :, slot] = new[row, :, token]
         return *out, start
 
     def _plan_append(self, P, w, old, pos):
@@ -223,7 +239,7 @@ class SlidingCache:
         keep = pos < end if w is None else (pos < end) & ((pos < P) | (pos >= end - w))
         row, token = keep.nonzero(as_tuple=True)
         slot = (pos if w is None else self._slot(pos, P, w))[row, token]
-        if self.held:
+        if self.held and self.writing:
             self.held[w][self.row_ids[row], :, slot] = pos[row, token][:, None]
         return order, index, count[:, 0], (row, token, slot)
 

@@ -273,20 +273,25 @@ def test_refused_steps_leave_no_trace():
 def test_each_slot_is_written_once():
     """One kept token too many would go to the slot of the newest, and which of the two stays is nobody's to say."""
     cache = SlidingCache(CONFIG, 2, torch.tensor([3, 0]), 4)
-    cache.advance([17, 9])
+    with torch.no_grad():
+        cache.advance([17, 9])
     row, _, slot = cache.plans[4][3]
     pairs = list(zip(row.tolist(), slot.tolist(), strict=True))
     assert len(set(pairs)) == len(pairs) == 7 + 4
 
 
-def test_gradients_stop_at_what_is_held():
-    """As in Transformer-XL: the new tokens get gradients, the cache none, and the graph of one chunk does not grow into the next."""
+def test_a_pass_with_gradients_only_reads():
+    """As in Transformer-XL: the new tokens get gradients, the cache none. And such a pass may be repeated, as activation checkpointing
+    does: it leaves the rows as they were."""
     model = tiny_gpt()
     cache = SlidingCache(model.config, 1, 2, 6, dtype=torch.float64)
-    for chunk in torch.randint(61, (3, 1, 5)):
-        model.features(chunk, cache=cache).square().sum().backward()
-        assert not any(t.requires_grad for t in (*cache.k, *cache.v))
+    first, second = torch.randint(61, (2, 1, 9))
+    with torch.no_grad():
+        model.features(first, cache=cache)
+        before = [t.clone() for t in (*cache.k, *cache.v)]
+    for chunk in (second, second[:, :1]):                                             # one token is no decoding here
+        x = model.features(chunk, cache=cache)
+        x.square().sum().backward()
+        assert x.equal(model.features(chunk, cache=cache)) and not cache.decoding
+    assert all(a.equal(b) for a, b in zip(before, (*cache.k, *cache.v), strict=True)) and cache.lengths == [9] == cache.length.tolist()
     assert all(p.grad.abs().max() > 0 for name, p in model.named_parameters() if "k_proj" in name)
-    x = model.features(torch.zeros(1, 1, dtype=torch.long), cache=cache)              # a chunk of one token is no decoding here
-    x.sum().backward()
-    assert not cache.decoding

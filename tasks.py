@@ -1,0 +1,403 @@
+r"""
+Problems, verifiers and rewards.
+
+    python tasks.py passes                                    # three problems of a task, as the model sees them
+    python tasks.py reasoning_gym:chain_sum
+    python tasks.py jsonl:problems.jsonl --n=10
+
+A task is a source of numbered problems and a scorer. The names that scripts take:
+
+    passes:4-60              made here, for models from scratch: see below. 4-60: seconds on the clock
+    reasoning_gym:<dataset>  the generated datasets of the package reasoning-gym, scored by its own scorers; with settings:
+                             reasoning_gym:chain_sum?min_terms=2&max_terms=3
+    jsonl:<path>             a line per problem, {"question": ..., "answer": ...}, answers checked by math-verify, or letters if there
+                             are "choices"; "solution" (a worked text) is what train_sft.py learns from; every 20th line is held out
+    py:<file>                a Python file with problem(i, seed) -> (prompt, answer) or a Problem, score(problem, text, tokens,
+                             finish_reason) -> 0 to 1 and, if its problems have an end, `size`
+
+The embedded task is made to need what Prefix Sliding keeps. Eleven people pass a ball, one pass a second; the prompt says who throws to
+whom, and is the only place that does:
+
+    Passes CG AF KB DI EH FJ GK BD HC IA JE from 0:04 A       A throws to F, B to D, ...; A has the ball, four seconds to go
+    0:03 F 0:02 J 0:01 E 0:00 H answer H
+
+Every step looks up one word of the prompt and otherwise needs only the step before it. Everybody has the ball once in eleven passes
+(the throws are one ring), so a window of fewer than eleven steps never shows the throw that is needed next. A trace is as long as its
+clock says, and only the answer is checked. The worked solutions for the warm start show clocks of up to 500 minutes, but they are
+impatient: at every step, with a small probability, they stop and answer with whoever has the ball. Patience is what is left for
+reinforcement learning. (Were there ten people, every minute could be skipped and the answer stay the same; RL found that out at once.)
+"""
+import sys
+
+n = 3             # how many problems to print
+seed = 1          # of the problems
+held_out = False  # True: of those that a run is evaluated on
+
+_what = sys.argv.pop(1) if __name__ == "__main__" and sys.argv[1:] and sys.argv[1][0] != "-" else None
+
+from configurator import configure, run
+
+configure(globals())
+
+import ast
+import difflib
+import functools
+import hashlib
+import importlib.util
+import json
+import math
+import random
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from numbers import Real
+from pathlib import Path
+
+from checkpoint import replacing
+from tokenizer import BYTE
+from verify import BLOCK, behind_thinking, find_answer, judged, reaches
+
+
+@dataclass
+class Problem:
+    """prompt: what the user says. answer: what the scorer compares with. solution: a worked text to learn from, or None.
+    target_length: how many tokens the prompt asks for, or None."""
+    prompt: str
+    answer: object
+    solution: str | None = None
+    target_length: int | None = None
+
+
+@dataclass
+class Task:
+    """problem(i) -> Problem number i >= 0, always the same one; size: how many there are, None = without end.
+    score(problem, text, tokens, finish_reason) -> 0 (wrong) to 1 (right); text and tokens are without the end token."""
+    name: str
+    problem: Callable
+    score: Callable
+    size: int | None = None
+    seed: int = 0
+
+    def draw(self, n):
+        """The n-th problem of a training run: number n of a task without end, else all of them in one random order after another."""
+        if self.size is None:
+            return self.problem(n)
+        epoch, place = divmod(n, self.size)
+        return self.problem(numbered("order", self.seed, epoch).sample(range(self.size), self.size)[place])
+
+
+def load_task(name, seed=0, held_out=False, longer=1):
+    """The Task that a name stands for. held_out: problems that the others do not hold. longer: a factor on how long their traces have
+    to be, where the task knows. Raises ValueError for an unknown name, FileNotFoundError for a missing file."""
+    kind, _, detail = name.partition(":")
+    if kind not in SOURCES:
+        raise ValueError(f"task={name!r}: one of {', '.join(SOURCES)}, such as passes:4-60 or jsonl:problems.jsonl")
+    return SOURCES[kind](name, detail, seed, held_out, longer)
+
+
+def numbered(*key):
+    """A random generator that depends on the key alone."""
+    return random.Random(hashlib.sha256(repr(key).encode()).digest())
+
+
+def divided(name, problem, score, size, seed, held_out):
+    """The Task of problem(i, seed). Held out are the problems of another seed, or every 20th of a number of them, the first included."""
+    if size is None:
+        own = numbered("held out", seed).getrandbits(31) if held_out else seed
+        return Task(name, lambda i: problem(i, own), score, seed=seed)
+    if size < 2:
+        raise ValueError(f"task={name!r} has {size} problem, and needs two: one to learn from, one to be held out")
+    numbers = [i for i in range(size) if (i % 20 == 0) == held_out]
+    return Task(name, lambda i: problem(numbers[i], seed), score, len(numbers), seed)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# answers and rewards
+
+PARTS = ("correct", "format", "overlong", "length")
+
+
+def reward_parts(problem, text, n_tokens, correct, max_new_tokens, overlong_margin):
+    r"""What the weights in `reward` multiply, for one completion of n_tokens tokens:
+    correct    as the scorer found, 0 to 1
+    format     1 if the thinking ends at most once and one answer follows, no more: <answer>...</answer> or \boxed{...}, or, in a text
+               without these, " answer X" at its end, as in the embedded task; else 0
+    overlong   0 up to max_new_tokens - overlong_margin tokens, from there down to -1 at max_new_tokens (DAPO, arXiv 2503.14476)
+    length     -0.0003 for every token more or less than the prompt asked for (L1, arXiv 2503.04697), 0 if it did not ask"""
+    tail = behind_thinking(text)
+    blocks = len(BLOCK.findall(tail))
+    if blocks:
+        tidy = blocks == 1 and find_answer(tail) is not None
+    else:
+        tidy = tail.count(" answer ") == 1 and re.search(rf" answer [{PEOPLE}]\s*(<\|\w+\|>)?$", tail.rstrip()) is not None
+    over = n_tokens - (max_new_tokens - overlong_margin)
+    overlong = 0.0 if over <= 0 else -min(over / overlong_margin, 1.0) if overlong_margin else -1.0
+    length = -0.0003 * abs(problem.target_length - n_tokens) if problem.target_length else 0.0
+    return dict(correct=correct, format=float(tidy and text.count("</think>") <= 1), overlong=overlong, length=length)
+
+
+def check_reward(reward):
+    """ValueError naming what is wrong, unless `reward` maps parts that there are to numbers."""
+    for part, weight in reward.items():
+        if part not in PARTS:
+            raise ValueError(f"reward={reward!r}: there is no part {part!r}, only {', '.join(PARTS)}")
+        if not isinstance(weight, Real) or not math.isfinite(weight):
+            raise ValueError(f"reward={reward!r}: the weight of {part!r} must be a number, not {weight!r}")
+    if not any(reward.values()):
+        raise ValueError(f"reward={reward!r} rewards nothing; the parts are {', '.join(PARTS)}")
+
+
+def ask_for_length(problem, targets, n, seed):
+    """The problem, or a copy that asks to think for one of the `targets` (numbers of tokens), drawn by its number n and the seed."""
+    if not targets:
+        return problem
+    if not all(type(target) is int and target > 0 for target in targets):
+        raise ValueError(f"length_targets={targets!r}: whole numbers of tokens, at least 1")
+    target = numbered("length", seed, n).choice(targets)
+    return replace(problem, prompt=f"{problem.prompt}\n\nThink for about {target} tokens.", target_length=target)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the embedded task
+
+PEOPLE = "ABCDEFGHIJK"
+MINUTES = 500          # the longest clock is 499:59
+IMPATIENCE = 0.06      # chance, at every step of an impatient solution, to stop there
+LONGEST_SOLUTION = 40  # steps of an impatient solution
+
+
+def passes(name, detail, seed, held_out, longer):
+    match = re.fullmatch(r"(\d+)-(\d+)", detail or "4-60")
+    low, high = (longer * int(n) for n in match.groups()) if match else (1, 60 * MINUTES - 1)
+    if not (match or detail == "impatient") or not 1 <= low <= high < 60 * MINUTES:
+        raise ValueError(f"task={name!r}: passes:impatient, or two numbers of seconds from 1 to {60 * MINUTES - 1}, such as passes:4-60")
+
+    def problem(i):
+        rng = numbered("passes", seed, held_out, i)
+        ring = rng.sample(PEOPLE, len(PEOPLE) if match else rng.randint(3, len(PEOPLE)))
+        order = rng.sample(ring, len(ring))
+        throws = dict(zip(ring, ring[1:] + ring[:1], strict=True))
+        seconds = rng.randint(low, high) if match else rng.choice(                    # short clocks, any clock, minutes about to change
+            (rng.randint(1, 80), rng.randint(1, high), rng.randrange(MINUTES) * 60 + rng.randint(1, 12)))
+        shown = seconds
+        if not match:
+            shown = next((n for n in range(1, LONGEST_SOLUTION) if rng.random() < IMPATIENCE), LONGEST_SOLUTION)
+        prompt = f"Passes {' '.join(a + throws[a] for a in order)} from {clock(seconds)} {ring[0]}"
+        steps = [f" {clock(seconds - n)} {ring[n % len(ring)]}" for n in range(1, min(shown, seconds) + 1)]
+        return Problem(prompt, ring[seconds % len(ring)], f"{''.join(steps)} answer{steps[-1][-2:]}")
+
+    return Task(name, problem, score_passes, seed=seed)
+
+
+def clock(seconds):
+    return f"{seconds // 60}:{seconds % 60:02d}"
+
+
+def score_passes(problem, text, tokens, finish_reason):
+    """1 if the text ends with the only answer that it gives, and it is right."""
+    found = re.fullmatch(rf"[^a-z]* answer ([{PEOPLE}])", text)
+    return float(finish_reason == "stop" and found is not None and found[1] == problem.answer)
+
+
+def write_passes_tokenizer(folder):
+    """tokenizer.json and tokenizer_config.json of the embedded task: a throw, a minute, a second, a person are one token each, and
+    whatever else may come is bytes."""
+    words = ["Passes", " from", " answer", ":", *(f" {a}" for a in PEOPLE), *(f" {a}{b}" for a in PEOPLE for b in PEOPLE if a != b),
+             *(f"{s:02d}" for s in range(60)), *(f" {m}" for m in range(MINUTES))]
+    vocab = dict(BYTE)
+    for word in words:
+        vocab.setdefault("".join(CHARACTER[b] for b in word.encode()), len(vocab))
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)  # the `tokenizers` library wants them all
+    spec = {"model": {"type": "BPE", "vocab": vocab, "merges": [], "ignore_merges": True},
+            "pre_tokenizer": byte_level, "decoder": byte_level,
+            "added_tokens": [{"id": len(vocab), "content": "<|endoftext|>", "special": True} | flags]}
+    template = "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %}<|endoftext|>{% endif %}{% endfor %}"
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>", "chat_template": template}
+    folder.mkdir(parents=True, exist_ok=True)
+    for file_name, content in (("tokenizer.json", spec), ("tokenizer_config.json", settings)):
+        with replacing(folder / file_name) as file:
+            file.write_text(json.dumps(content, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+CHARACTER = {b: c for c, b in BYTE.items()}
+
+# ---------------------------------------------------------------------------------------------------------------------
+# problems from elsewhere
+
+CHUNK = 500
+
+
+
+def gym(name, detail, seed, held_out, longer):
+    """Datasets of reasoning-gym, one of CHUNK problems after another: there, the seed of a problem is that of its dataset plus its number,
+    so datasets of neighbouring seeds share problems. Four (isomorphic_strings, knight_swap, polynomial_multiplication, ransom_note) are
+    the same in every run only if PYTHONHASHSEED is set."""
+    try:
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
+    except ImportError:
+        raise ValueError(f"task={name!r} needs a package: pip install reasoning-gym") from None
+    dataset, _, query = detail.partition("?")
+    settings = {key: literal(text) for key, _, text in (item.partition("=") for item in query.split("&") if item)}
+    known(name, "dataset", [dataset], DATASETS)
+    known(name, "setting", settings, DATASETS[dataset][1].__dataclass_fields__.keys() - {"seed", "size"})
+
+    @functools.lru_cache(2)
+    def chunk(seed):
+        return reasoning_gym.create_dataset(dataset, seed=seed, size=CHUNK, **settings)
+
+    def problem(i, seed):
+        entry = chunk(numbered("reasoning_gym", seed, i // CHUNK).getrandbits(31))[i % CHUNK]
+        return Problem(f"{entry['question'].rstrip()}\n\nGive the final answer in <answer></answer> tags.", entry)
+
+    def score(problem, text, tokens, finish_reason):
+        found, entry = find_answer(text), problem.answer
+        if found is None:
+            return 0.0
+        if dataset in ("countdown", "puzzle24"):
+            return float(reaches(found, entry["metadata"]["numbers"], entry["metadata"].get("target", 24)))
+        earned = judged((dataset, repr(settings)), entry, found)
+        return min(earned, 1.0) if earned > 0.05 else 0.0  # some scorers give up to 0.05 for anything
+
+    try:
+        chunk(0)
+    except (AssertionError, TypeError, ValueError) as error:
+        raise ValueError(f"task={name!r}: {error}") from None
+    return divided(name, problem, score, None, seed, held_out)
+
+
+def literal(text):
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def known(name, what, keys, there):
+    for key in keys:
+        if key not in there:
+            near = difflib.get_close_matches(key, there, 1, cutoff=0)
+            raise ValueError(f"task={name!r}: there is no {what} {key!r}" + (f", did you mean {near[0]!r}?" if near else ""))
+
+
+class Letter(str):
+    """The right answer to a problem with choices."""
+
+
+def jsonl(name, detail, seed, held_out, longer):
+    path = file_of(name, detail)
+    try:
+        lines = path.read_text(encoding="utf-8-sig").rstrip("\n").split("\n")  # not splitlines: a text may hold U+2028
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}: not a text file in utf-8") from None
+    problems = [read_problem(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
+    if importlib.util.find_spec("math_verify") is None and not all(isinstance(problem.answer, Letter) for problem in problems):
+        raise ValueError(f"task={name!r} needs a package: pip install 'math-verify[antlr4_13_2]'")
+    return divided(name, lambda i, seed: problems[i], score_jsonl, len(problems), seed, held_out)
+
+
+def file_of(name, detail):
+    if not Path(detail).is_file():
+        raise FileNotFoundError(f"task={name!r}: there is no file {detail!r}")
+    return Path(detail)
+
+
+def read_problem(line, where):
+    """The Problem of a line. ValueError that says where and what is wrong."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        record = None
+    if not isinstance(record, dict):
+        raise ValueError(f'{where}: not JSON such as {{"question": "1 + 1?", "answer": "2"}}: {line[:60]!r}')
+    asks = next((key for key in ("question", "problem", "prompt") if key in record), "question")
+    question, answer, choices, solution = (record.get(key) for key in (asks, "answer", "choices", "solution"))
+    texts = {asks: question} | ({} if solution is None else {"solution": solution})
+    if choices is None:
+        number = type(answer) is int or type(answer) is float and math.isfinite(answer)
+        texts["answer"] = answer = str(answer) if number else answer
+    else:
+        if not isinstance(choices, list) or not 2 <= len(choices) <= 26:
+            raise ValueError(f'{where}: "choices" must be a list of 2 to 26 texts')
+        texts |= {f"choices[{i}]": text for i, text in enumerate(choices)}
+    for key, text in texts.items():
+        if not isinstance(text, str) or not text.strip() or re.search("[\ud800-\udfff]", text):  # half a surrogate pair is no text
+            got = "missing or null" if text is None else json.dumps(text)[:60]
+            raise ValueError(f'{where}: "{key}" must be a text and not empty, but is {got}')
+    if choices is None:
+        return Problem(f"{question}\n\nPut the final answer into \\boxed{{}}.", answer, solution)
+    letters = [Letter(chr(ord("A") + i)) for i in range(len(choices))]
+    right = [letters[i] for i in range(len(choices)) if type(answer) in (int, str) and answer in (i, choices[i], letters[i])]
+    if len(right) != 1:
+        raise ValueError(f'{where}: "answer" must be the letter, index (from 0) or text of just one choice, not {json.dumps(answer)[:60]}')
+    listed = "\n".join(f"{letter}) {text}" for letter, text in zip(letters, choices, strict=True))
+    return Problem(f"{question}\n\n{listed}\n\nPut the letter of the right choice into \\boxed{{}}.", right[0], solution)
+
+
+def score_jsonl(problem, text, tokens, finish_reason):
+    """1 if the answer is the same letter, the same text or, by math-verify, equal."""
+    found = find_answer(text)
+    if found is None:
+        return 0.0
+    words, right = (re.sub(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}", r"\1", x).split() for x in (found, problem.answer))
+    if isinstance(problem.answer, Letter):
+        letter = re.match(r"[({*$]*([A-Z])(?!\w)", "".join(words[:1]))
+        return float(letter is not None and letter[1] == problem.answer)
+    if words == right:
+        return 1.0
+    if re.fullmatch(r"[^\W\d_]{3,}", "".join(right)):  # to math-verify a word is a product, and "vile" equals "evil"
+        return float([word.casefold() for word in words] == [word.casefold() for word in right])
+    return judged((None, None), problem.answer, found) if len(found) <= 1000 else 0.0
+
+
+def python_file(name, detail, seed, held_out, longer):
+    path = file_of(name, detail)
+    spec = importlib.util.spec_from_file_location(detail, path)
+    if spec is None:
+        raise ValueError(f"task={name!r}: a Python file ends in .py")
+    module = sys.modules[detail] = importlib.util.module_from_spec(spec)  # dataclasses look for their module there
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # anybody's Python: whatever it raises is a fault of the file
+        raise ValueError(f"{path}: {type(error).__name__}: {error}") from error
+    size = getattr(module, "size", None)
+    for function in ("problem", "score"):
+        if not callable(getattr(module, function, None)):
+            raise ValueError(f"{path} has no function {function}")
+    if size is not None and type(size) is not int:
+        raise ValueError(f"{path}: size must be a whole number or None, not {size!r}")
+
+    def problem(i, seed):
+        made = module.problem(i, seed)
+        problem = Problem(*made) if isinstance(made, tuple) and len(made) == 2 else made
+        if not isinstance(problem, Problem) or not isinstance(problem.prompt, str):
+            raise ValueError(f"{path}: problem({i}, {seed}) must return (prompt, answer) or a Problem, not {made!r:.80}")
+        return problem
+
+    def score(*args):
+        score = module.score(*args)
+        if not isinstance(score, Real) or not 0 <= score <= 1:
+            raise ValueError(f"{path}: score must return a number from 0 to 1, not {score!r:.80}")
+        return float(score)
+
+    return divided(name, problem, score, size, seed, held_out)
+
+
+SOURCES = dict(passes=passes, reasoning_gym=gym, jsonl=jsonl, py=python_file)
+
+
+def main():
+    if _what is None:
+        raise ValueError("the first argument names a task: python tasks.py passes:4-60")
+    source = load_task(_what, seed, held_out)
+    for i in range(min(n, source.size or n)):
+        problem = source.problem(i)
+        answer = problem.answer["answer"] if _what.startswith("reasoning_gym") else problem.answer
+        print(f"--- {i}\n{problem.prompt}\n\nanswer: {answer}" + (f"\nsolution: {problem.solution}" if problem.solution else ""))
+    print(json.dumps(dict(task=_what, size=source.size)))
+
+
+if __name__ == "__main__":
+    sys.modules["tasks"] = sys.modules["__main__"]  # where a user's file finds Problem
+    run(main)

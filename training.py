@@ -1,0 +1,298 @@
+"""
+What train_sft.py and train_rl.py share: the optimizer, log-probabilities without whole logits, several processes, checkpoints and logs.
+
+A run is a folder:
+
+    out/log.csv, out/samples.jsonl       one row per step, flushed as it comes
+    out/step_000040/                     a Hugging Face folder (config.json, model.safetensors, tokenizer files) that sample.py reads,
+                                         and beside them optimizer.safetensors and state.json, from which the run goes on
+    out/last -> step_000040
+
+A checkpoint is written under another name, synced and renamed, then `last` is turned to it, then older ones are removed: whenever a
+run is killed, one whole checkpoint is there. On resume the logs are cut back to it, and since nothing draws from a generator with
+hidden state (problems and samples are numbered), the run goes on as if it had never stopped.
+"""
+import csv
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch.utils.checkpoint import checkpoint
+
+from attn_kernel import wide
+from checkpoint import local_folder, read_json, replacing
+from tokenizer import TOKENIZER_FILES
+
+LOGITS = 2**26  # at most so many logits at once (256 MB in float32)
+
+
+def token_logprobs(x, head, targets, temperature=1.0):
+    """log p(targets) (n,) and the entropy (n,) of softmax(x head^T / temperature), for features x (n, n_embd), head (vocab_size, n_embd)
+    and targets (n,). A few positions at a time, and their logits are computed anew in the backward: never are there (n, vocab_size)
+    of them. The entropy carries no gradient."""
+    def piece(x, head, targets):
+        logp = (wide(x @ head.T) / temperature).log_softmax(-1)                       # (chunk, vocab_size)
+        return logp.gather(1, targets[:, None])[:, 0], -(logp.detach().exp() * logp.detach()).sum(-1)
+
+    size = max(LOGITS // head.size(0), 1)
+    pieces = [checkpoint(piece, *args, head, t, use_reentrant=False) if torch.is_grad_enabled() else piece(*args, head, t)
+              for *args, t in zip(x.split(size), targets.split(size), strict=True)]
+    return torch.cat([logp for logp, _ in pieces]), torch.cat([entropy for _, entropy in pieces])
+
+
+def padded(rows, device):
+    """Lists of token ids as one tensor (rows, longest), padded on the right with 0, and their lengths."""
+    lengths = [len(row) for row in rows]
+    idx = torch.zeros(len(rows), max(lengths), dtype=torch.long)
+    for i, row in enumerate(rows):
+        idx[i, :len(row)] = torch.tensor(row)
+    return idx.to(device), lengths
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the optimizer
+
+class Optimizer:
+    """AdamW. Weights in float32 or float64 are updated as they are. Weights in bfloat16 would round small updates away, so there the
+    optimizer owns float32 masters, on `master_device` (default: the model's) with the moments, and writes them back rounded. Their
+    gradients are summed into float32 as each is computed, and the half-precision one is freed at once: no weight's gradient waits
+    for those of the others. Weight decay is for matrices only."""
+
+    def __init__(self, model, *, lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, master_device=None):
+        self.params = dict(model.named_parameters())
+        if any(p.dtype == torch.float16 for p in self.params.values()):
+            raise ValueError("float16 has too little range for gradients: train in bfloat16 or float32")
+        device = torch.device(master_device or next(iter(self.params.values())).device)
+        self.has_masters = any(p.dtype == torch.bfloat16 for p in self.params.values())
+        self.masters = self.params
+        if self.has_masters:
+            self.masters = {name: p.detach().to(device, torch.float32, copy=True) for name, p in self.params.items()}
+            for name, p in self.params.items():
+                p.register_post_accumulate_grad_hook(lambda p, master=self.masters[name]: self._take_gradient(p, master))
+        decays = [p for p in self.masters.values() if p.dim() >= 2], [p for p in self.masters.values() if p.dim() < 2]
+        self.adamw = torch.optim.AdamW([dict(params=decays[0], weight_decay=weight_decay), dict(params=decays[1], weight_decay=0.0)],
+                                       lr=lr, betas=betas, eps=eps)
+
+    @staticmethod
+    def _take_gradient(p, master):
+        grad = p.grad.to(master.device, torch.float32)
+        master.grad = grad if master.grad is None else master.grad.add_(grad)
+        p.grad = None
+
+    def step(self, lr, clip):
+        """One update with the gradients summed since the last one, over all processes. -> their norm before clipping."""
+        grads = []
+        for p in self.masters.values():
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            grads.append(p.grad)
+        if dist.is_initialized():
+            for grad in grads:
+                shared = grad.to(collective_device())
+                dist.all_reduce(shared)
+                grad.copy_(shared)
+        norm = torch.nn.utils.clip_grad_norm_(list(self.masters.values()), clip or float("inf")).item()
+        if norm != norm or norm == float("inf"):
+            raise ValueError(f"the gradient norm is {norm}: the update was not made; a smaller lr, or float32, may help")
+        for group in self.adamw.param_groups:
+            group["lr"] = lr
+        self.adamw.step()
+        self.adamw.zero_grad(set_to_none=True)
+        if self.has_masters:
+            with torch.no_grad():
+                for name, p in self.params.items():
+                    p.copy_(self.masters[name])
+        return norm
+
+    def save(self, path):
+        tensors = {}
+        for name, p in self.masters.items():
+            if self.has_masters:
+                tensors[f"master.{name}"] = p.detach().contiguous()
+            tensors |= {f"{key}.{name}": value.contiguous() for key, value in self.adamw.state.get(p, {}).items()}
+        with replacing(path) as file:
+            save_file(tensors, file)
+
+    def load(self, path):
+        if not path.exists():
+            print(f"{path} is not there: the optimizer starts fresh", file=sys.stderr)
+            return
+        with safe_open(path, framework="pt") as file, torch.no_grad():
+            stored = set(file.keys())
+            for name, p in self.masters.items():
+                if self.has_masters and f"master.{name}" in stored:
+                    p.copy_(file.get_tensor(f"master.{name}"))
+                state = {key: file.get_tensor(f"{key}.{name}") for key in ("step", "exp_avg", "exp_avg_sq") if f"{key}.{name}" in stored}
+                if state:
+                    self.adamw.state[p] = {key: value if key == "step" else value.to(p.device) for key, value in state.items()}
+
+
+def learning_rate(step, lr, warmup_steps, schedule, max_steps):
+    """Linear from lr / warmup_steps up to lr, then constant, or linear down to 0 behind the last step. Steps count from 0."""
+    if schedule not in ("constant", "linear"):
+        raise ValueError(f"schedule={schedule!r}: 'constant' or 'linear'")
+    if step < warmup_steps:
+        return lr * (step + 1) / warmup_steps
+    return lr if schedule == "constant" else lr * (max_steps - step) / max(max_steps - warmup_steps, 1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# several processes, as torchrun starts them
+
+def start_processes(device):
+    """(rank, number of processes, this one's device). Without torchrun (0, 1, device)."""
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    if world == 1:
+        return 0, 1, device
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    return dist.get_rank(), world, device
+
+
+def collective_device():
+    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+
+
+def all_reduce(values, op="sum"):
+    """A list of numbers, summed (or the largest, op="max") over all processes."""
+    if not dist.is_initialized():
+        return list(values)
+    t = torch.tensor(values, dtype=torch.float64, device=collective_device())
+    dist.all_reduce(t, dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX)
+    return t.tolist()
+
+
+def gather(items):
+    """The lists of all processes, as one list for each of them."""
+    if not dist.is_initialized():
+        return items
+    lists = [None] * dist.get_world_size()
+    dist.all_gather_object(lists, items)
+    return [item for part in lists for item in part]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# runs that can be killed
+
+class Stop:
+    """True once SIGINT or SIGTERM came to any process: the step is finished and saved then. A second SIGINT does not wait."""
+
+    def __init__(self):
+        self.asked = False
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._ask)
+
+    def _ask(self, number, frame):
+        if self.asked and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.asked = True
+        print(f"\n{signal.Signals(number).name}: finishing this step, then saving", file=sys.stderr)
+
+    def __bool__(self):
+        return all_reduce([float(self.asked)], "max")[0] > 0
+
+
+def open_run(out_dir, init_from):
+    """(folder of the run, folder or hub name of the model, state of the run or None) for init_from = "resume" or a model. Raises
+    ValueError if there is a run that would be overwritten, FileNotFoundError if there is none to resume."""
+    out, last = Path(out_dir), Path(out_dir) / "last"
+    if init_from == "resume":
+        if not last.exists():
+            raise FileNotFoundError(f"out_dir={out_dir!r} holds no checkpoint to resume from")
+        return out, last, read_json(last / "state.json")
+    if last.exists():
+        raise ValueError(f"out_dir={out_dir!r} holds a run already: go on with --init_from=resume, or name another --out_dir")
+    out.mkdir(parents=True, exist_ok=True)
+    return out, init_from, None
+
+
+def save_run(out, step, model, optimizer, state, tokenizer_from):
+    """Write the checkpoint out/step_<step>, with the tokenizer files of another model folder, and make it the last."""
+    folder, tmp, link = out / f"step_{step:06d}", out / "saving.tmp", out / "last"
+    if link.exists() and link.resolve() == folder.resolve():
+        return
+    for leftover in (tmp, folder):
+        shutil.rmtree(leftover, ignore_errors=True)
+    model.save_pretrained(tmp)
+    for pattern in TOKENIZER_FILES:
+        for path in local_folder(tokenizer_from, TOKENIZER_FILES).glob(pattern):
+            if path.name != "config.json":
+                shutil.copyfile(path, tmp / path.name)
+    optimizer.save(tmp / "optimizer.safetensors")
+    with replacing(tmp / "state.json") as file:
+        file.write_text(json.dumps(state | {"step": step}) + "\n", encoding="utf-8")
+    sync(tmp)
+    tmp.rename(folder)
+    new = out / "last.tmp"
+    new.unlink(missing_ok=True)
+    new.symlink_to(folder.name)
+    new.replace(link)
+    sync(out)
+    for old in out.glob("step_*"):
+        if old != folder:
+            shutil.rmtree(old)
+
+
+def sync(folder):
+    """Have the names in a folder on disk, not only in the machine's memory."""
+    handle = os.open(folder, os.O_RDONLY)
+    os.fsync(handle)
+    os.close(handle)
+
+
+class Log:
+    """Rows to a CSV file and samples to a JSON-lines file, each flushed as it comes; a resumed run's are cut back to its step."""
+
+    def __init__(self, out, step):
+        self.rows, self.samples = out / "log.csv", out / "samples.jsonl"
+        old = []
+        if self.rows.exists() and step:
+            with open(self.rows, encoding="utf-8", newline="") as file:
+                whole = [row for row in csv.DictReader(file) if None not in row.values() and row["step"].isdigit()]
+            old = [row for row in whole if int(row["step"]) < step]
+        lines = [line for line in self.samples.read_text(encoding="utf-8").splitlines(keepends=True)
+                 if line.endswith("\n") and json.loads(line)["step"] < step] if self.samples.exists() and step else []
+        self.columns = list(old[0]) if old else None
+        with replacing(self.rows) as path, open(path, "w", encoding="utf-8", newline="") as file:
+            if old:
+                writer = csv.DictWriter(file, self.columns)
+                writer.writeheader()
+                writer.writerows(old)
+        with replacing(self.samples) as path:
+            path.write_text("".join(lines), encoding="utf-8")
+
+    def row(self, **values):
+        """Append a row; floats to six digits. Every row has the columns of the first."""
+        with open(self.rows, "a", encoding="utf-8", newline="") as file:
+            if self.columns is None:
+                self.columns = list(values)
+                csv.writer(file).writerow(self.columns)
+            cells = [values.get(c) for c in self.columns]
+            csv.writer(file).writerow([f"{x:.6g}" if isinstance(x, float) else "" if x is None else x for x in cells])
+
+    def sample(self, **values):
+        with open(self.samples, "a", encoding="utf-8") as file:
+            file.write(json.dumps(values, ensure_ascii=False) + "\n")
+
+
+class Progress:
+    """Lines on standard error with how long is still to go."""
+
+    def __init__(self, step, max_steps):
+        self.first, self.max_steps, self.began = step, max_steps, time.perf_counter()
+
+    def remaining_s(self, step):
+        done = step + 1 - self.first
+        return (time.perf_counter() - self.began) / done * (self.max_steps - step - 1)
+
+    def line(self, step, text):
+        print(f"step {step + 1}/{self.max_steps}  {text}  {self.remaining_s(step) / 60:.1f} min left", file=sys.stderr, flush=True)
