@@ -1,4 +1,5 @@
 # make demo   sets everything up and samples from a real model, far past its window
+# make demo-rl  trains a model from scratch to pass a ball for as long as the prompt says (SEED=1)
 # make test   the tests
 # make lint   ruff
 # make aot    compiles the Triton kernels for GPUs that need not be there
@@ -10,11 +11,21 @@ BIN = .venv/bin
 PIP = $(BIN)/python -m pip install -q --disable-pip-version-check
 MODEL = data/smollm2/config.json
 
-.PHONY: demo test lint aot clean
+.PHONY: demo demo-rl test lint aot clean
 .DELETE_ON_ERROR:
 
 demo: .venv/run $(MODEL)
 	$(BIN)/python sample.py config/sample_smollm2_cpu.py
+
+DEMO = out-demo-rl/seed$(SEED)
+SEED = 1
+
+demo-rl: .venv/run
+	rm -rf $(DEMO)
+	$(BIN)/python train_sft.py config/sft_passes.py --out_dir=$(DEMO)/sft --seed=$(SEED)
+	$(BIN)/python train_rl.py config/rl_passes.py --init_from=$(DEMO)/sft/last --out_dir=$(DEMO)/rl --seed=$(SEED)
+	$(BIN)/python figures.py curve --logs=$(DEMO)/rl/log.csv --labels="seed $(SEED)" --out=$(DEMO)/curve.png
+	$(BIN)/python sample.py config/sample_passes.py --init_from=$(DEMO)/rl/last
 
 test: .venv/dev $(MODEL)
 	$(BIN)/python -m pytest

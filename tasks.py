@@ -18,12 +18,12 @@ A task is a source of numbered problems and a scorer. The names that scripts tak
 The embedded task is made to need what Prefix Sliding keeps. Eleven people pass a ball, one pass a second; the prompt says who throws to
 whom, and is the only place that does:
 
-    Passes CG AF KB DI EH FJ GK BD HC IA JE from 0:04 A       A throws to F, B to D, ...; A has the ball, four seconds to go
-    0:03 F 0:02 J 0:01 E 0:00 H answer H
+    Passes CG AF KB DI EH FJ GK BD HC IA JE from 00 01 02 A    A throws to F, B to D, ...; A has the ball, for 1 minute 2 seconds
+    00 01 01 F 00 01 00 J 00 00 59 E 00 00 58 H [...] answer K
 
 Every step looks up one word of the prompt and otherwise needs only the step before it. Everybody has the ball once in eleven passes
 (the throws are one ring), so a window of fewer than eleven steps never shows the throw that is needed next. A trace is as long as its
-clock says, and only the answer is checked. The worked solutions for the warm start show clocks of up to 500 minutes, but they are
+clock says, and only the answer is checked. The worked solutions for the warm start show clocks of up to 24 hours, but they are
 impatient: at every step, with a small probability, they stop and answer with whoever has the ball. Patience is what is left for
 reinforcement learning. (Were there ten people, every minute could be skipped and the answer stay the same; RL found that out at once.)
 """
@@ -161,24 +161,27 @@ def ask_for_length(problem, targets, n, seed):
 # the embedded task
 
 PEOPLE = "ABCDEFGHIJK"
-MINUTES = 500          # the longest clock is 499:59
+DAY = 24 * 60 * 60      # seconds: the longest clock is 23 59 59
 IMPATIENCE = 0.06      # chance, at every step of an impatient solution, to stop there
 LONGEST_SOLUTION = 40  # steps of an impatient solution
 
 
 def passes(name, detail, seed, held_out, longer):
     match = re.fullmatch(r"(\d+)-(\d+)", detail or "4-60")
-    low, high = (longer * int(n) for n in match.groups()) if match else (1, 60 * MINUTES - 1)
-    if not (match or detail == "impatient") or not 1 <= low <= high < 60 * MINUTES:
-        raise ValueError(f"task={name!r}: passes:impatient, or two numbers of seconds from 1 to {60 * MINUTES - 1}, such as passes:4-60")
+    low, high = (longer * int(n) for n in match.groups()) if match else (1, DAY - 1)
+    if not (match or detail == "impatient") or not 1 <= low <= high < DAY:
+        raise ValueError(f"task={name!r}: passes:impatient, or two numbers of seconds from 1 to {DAY - 1}, such as passes:4-60")
 
     def problem(i):
         rng = numbered("passes", seed, held_out, i)
-        ring = rng.sample(PEOPLE, len(PEOPLE) if match else rng.randint(3, len(PEOPLE)))
+        # small rings first teach that the next holder is somebody who stands in the prompt, then which one
+        size = len(PEOPLE) if match else rng.choice((rng.randint(3, 5), rng.randint(3, len(PEOPLE))))
+        ring = rng.sample(PEOPLE, size)
         order = rng.sample(ring, len(ring))
         throws = dict(zip(ring, ring[1:] + ring[:1], strict=True))
-        seconds = rng.randint(low, high) if match else rng.choice(                    # short clocks, any clock, minutes about to change
-            (rng.randint(1, 80), rng.randint(1, high), rng.randrange(MINUTES) * 60 + rng.randint(1, 12)))
+        seconds = rng.randint(low, high) if match else rng.choice(                    # short clocks, any, minutes and hours about to end
+            (rng.randint(1, 80), rng.randint(1, high), rng.randrange(0, DAY, 60) + rng.randint(1, 12),
+             rng.randrange(0, DAY, 3600) + rng.randint(1, 12)))
         shown = seconds
         if not match:
             shown = next((n for n in range(1, LONGEST_SOLUTION) if rng.random() < IMPATIENCE), LONGEST_SOLUTION)
@@ -190,7 +193,7 @@ def passes(name, detail, seed, held_out, longer):
 
 
 def clock(seconds):
-    return f"{seconds // 60}:{seconds % 60:02d}"
+    return f"{seconds // 3600:02d} {seconds // 60 % 60:02d} {seconds % 60:02d}"
 
 
 def score_passes(problem, text, tokens, finish_reason):
@@ -200,10 +203,10 @@ def score_passes(problem, text, tokens, finish_reason):
 
 
 def write_passes_tokenizer(folder):
-    """tokenizer.json and tokenizer_config.json of the embedded task: a throw, a minute, a second, a person are one token each, and
+    """tokenizer.json and tokenizer_config.json of the embedded task: a throw, a person, a number of the clock are one token each, and
     whatever else may come is bytes."""
-    words = ["Passes", " from", " answer", ":", *(f" {a}" for a in PEOPLE), *(f" {a}{b}" for a in PEOPLE for b in PEOPLE if a != b),
-             *(f"{s:02d}" for s in range(60)), *(f" {m}" for m in range(MINUTES))]
+    words = ["Passes", " from", " answer", *(f" {a}" for a in PEOPLE), *(f" {a}{b}" for a in PEOPLE for b in PEOPLE if a != b),
+             *(f" {n:02d}" for n in range(60))]
     vocab = dict(BYTE)
     for word in words:
         vocab.setdefault("".join(CHARACTER[b] for b in word.encode()), len(vocab))

@@ -1,12 +1,13 @@
 # GRPO on the embedded task (tasks.py), after config/sft_passes.py: the model learns not to give up.
 #     python train_rl.py config/rl_passes.py
-init_from = "out-sft-passes/last"
+# Hardware: a CPU. Time: about 5 minutes. Expected: held-out problems solved from 0.3 to 0.95 and more, traces twice as long.
 out_dir = "out-rl-passes"
+init_from = "out-sft-passes/last"
 task = "passes:4-60"
 window, rope = 12, "reset"
 max_new_tokens = 300             # 60 steps of 4 tokens, and room for walking too far
 batch_prompts, group_size = 16, 8
-context_mult, carry, loss_on = 4, False, "tail"                                       # the paper's
-lr, warmup_steps, max_steps = 1e-3, 5, 60
+context_mult, carry, loss_on = 4, True, "all"     # loss_on = "tail" does not see the moment at which a trace goes past 0:00
+lr, warmup_steps, max_steps = 5e-4, 5, 50
 micro_batch = 32
-eval_every, eval_size, save_every = 20, 128, 20
+eval_every, eval_size, save_every = 25, 128, 25

@@ -2,7 +2,7 @@
 
 
 def problem(i, seed):
-    return f"Passes AF FA from 0:{i % 50 + 10} A", "even"
+    return f"Passes AF FA from 00 00 {i % 50 + 10} A", "even"
 
 
 def score(problem, text, tokens, finish_reason):

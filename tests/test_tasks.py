@@ -90,7 +90,7 @@ def test_braces_are_balanced(inside, before):
     ("<think>a</think>It is <answer>5</answer>", 1), ("a</think>\\boxed{5}<|im_end|>", 1), ("<answer>5</answer>", 1),
     (" 0:01 A 0:00 H answer H", 1), (" 0:00 H answer H<|endoftext|>\n", 1), ("So the answer B fits: \\boxed{B}", 1),
     ("<answer>5</answer><answer>5</answer>", 0), ("\\boxed{5}\\boxed{5}", 0), ("\\boxed{5} <answer>5</answer>", 0),
-    ("<answer>\\boxed{5}</answer>", 0), (" 0:00 H answer H answer H", 0), (" 0:00 H answer H and so on", 0), (" 0:00 H", 0),
+    ("<answer>\\boxed{5}</answer>", 0), (" 0:00 H answer H answer H", 0), (" 0:00 H answer H and so on", 0), (" 00 00 00 H", 0),
     ("<think>a</think></think><answer>5</answer>", 0), ("<think><answer>5</answer></think>", 0), ("<think> 0:00 H answer H", 0),
     ("<answer>5", 0), ("<answer></answer>", 0), ("\\boxed{5", 0), ("5", 0), ("", 0)])
 def test_format(text, tidy):
@@ -441,9 +441,9 @@ def test_scorers_that_evaluate_answers_are_kept_from_it(tmp_path):
 # the embedded task
 
 def walk(prompt):
-    """The clock and everybody who has the ball, from now to 0:00, by the prompt alone."""
-    throws, minutes, seconds, holder = re.fullmatch(r"Passes((?: [A-K]{2}){3,11}) from (\d+):(\d\d) ([A-K])", prompt).groups()
-    to, seconds, holders = dict(throws.split()), 60 * int(minutes) + int(seconds), [holder]
+    """The clock and everybody who has the ball, from now to the end, by the prompt alone."""
+    throws, h, m, s, holder = re.fullmatch(r"Passes((?: [A-K]{2}){3,11}) from (\d\d) (\d\d) (\d\d) ([A-K])", prompt).groups()
+    to, seconds, holders = dict(throws.split()), 3600 * int(h) + 60 * int(m) + int(s), [holder]
     for _ in range(seconds):
         holders.append(to[holders[-1]])
     assert sorted(to) == sorted(to.values()) and len(to) == len(throws.split())
@@ -455,8 +455,8 @@ def test_the_solutions_are_right(name, longer):
     source, stopped, clocks, sizes = load_task(name, 3, longer=longer), 0, [], set()
     for problem in map(source.problem, range(150)):
         size, seconds, holders = walk(problem.prompt)
-        steps, answer = re.fullmatch(r"((?: \d+:\d\d [A-K])+) answer ([A-K])", problem.solution).groups()
-        steps = [(60 * int(m) + int(s), holder) for m, s, holder in re.findall(r"(\d+):(\d\d) ([A-K])", steps)]
+        steps, answer = re.fullmatch(r"((?: \d\d \d\d \d\d [A-K])+) answer ([A-K])", problem.solution).groups()
+        steps = [(3600 * int(h) + 60 * int(m) + int(s), holder) for h, m, s, holder in re.findall(r"(\d+) (\d+) (\d+) ([A-K])", steps)]
         assert steps == [(seconds - n, holders[n]) for n in range(1, len(steps) + 1)] and answer == steps[-1][1]
         assert problem.answer == holders[-1]
         assert all(len(set(holders[i:i + size])) == size for i in range(min(seconds + 2 - size, 50)))  # all throws are one ring
@@ -464,16 +464,16 @@ def test_the_solutions_are_right(name, longer):
         assert tasks.score_passes(problem, problem.solution, [], "stop") == (answer == problem.answer)
         stopped, clocks, sizes = stopped + (len(steps) < seconds), [*clocks, seconds], sizes | {size}
     if name == "passes:impatient":
-        assert stopped > 75 and max(clocks) > 60 * 300
+        assert stopped > 75 and max(clocks) > 60 * 60 * 20
     else:
         assert sizes == {11} and 4 * longer <= min(clocks) < 15 * longer and 50 * longer < max(clocks) <= 60 * longer
 
 
 def test_scores_of_the_embedded_task():
     problem = tasks.Problem("", "H")
-    for text, finish_reason, score in ((" 0:00 H answer H", "stop", 1), (" 0:00 H answer H", "length", 0), (" 0:00 H answer G", "stop", 0),
-                                       (" answer H", "stop", 1), (" answer G answer H", "stop", 0), (" answer H 0:00", "stop", 0),
-                                       (" answer H\n", "stop", 0), (" 0:00 H", "stop", 0), ("", "stop", 0), (" answer HH", "stop", 0)):
+    for text, finish_reason, score in ((" 00 00 00 H answer H", "stop", 1), (" 00 00 00 H answer H", "length", 0), (" 00 00 00 H answer G", "stop", 0),
+                                       (" answer H", "stop", 1), (" answer G answer H", "stop", 0), (" answer H 00 00 00", "stop", 0),
+                                       (" answer H\n", "stop", 0), (" 00 00 00 H", "stop", 0), ("", "stop", 0), (" answer HH", "stop", 0)):
         assert tasks.score_passes(problem, text, [], finish_reason) == score, text
 
 
@@ -490,7 +490,7 @@ def test_every_word_is_one_token(passes_tokenizers):
     for name, n in (("passes:4-60", 50), ("passes:25000-29999", 2), ("passes:impatient", 50)):
         for problem in map(load_task(name).problem, range(n)):
             prompt, solution = ours.encode_chat([{"role": "user", "content": problem.prompt}]), ours.encode(problem.solution)
-            n_steps = problem.solution.count(":")
+            n_steps = (len(problem.solution.split()) - 2) // 4
             assert len(prompt) == 6 + walk(problem.prompt)[0] and len(solution) == 4 * n_steps + 2 and n_steps > 0
             assert ours.decode(prompt) == problem.prompt and ours.decode(solution) == problem.solution
             for ids, text in ((prompt, problem.prompt), (solution, problem.solution)):
@@ -499,7 +499,7 @@ def test_every_word_is_one_token(passes_tokenizers):
 
 
 @given(text=st.text() | st.lists(st.sampled_from(
-    [" A", "AB", " AB", ":", "00", " 0", "499", "500", "Passes", " from", " answer", "x", "é", " "])).map("".join))
+    [" A", "AB", " AB", ":", "00", " 0", " 07", " 60", "Passes", " from", " answer", "x", "é", " "])).map("".join))
 def test_any_text_has_the_ids_of_the_tokenizers_library(passes_tokenizers, text):
     ours, reference = passes_tokenizers
     assert ours.encode(text) == reference.encode(text, add_special_tokens=False).ids

@@ -220,13 +220,13 @@ def test_what_a_run_leaves_is_a_model(untrained, tmp_path):
     last = tmp_path / "out" / "last"
     assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "optimizer.safetensors", "state.json"} == set(
         os.listdir(last))
-    result = script(["sample.py", f"--init_from={last}", "--start=Passes AF FA from 0:04 A", "--max_new_tokens=5", "--window=8",
+    result = script(["sample.py", f"--init_from={last}", "--start=Passes AF FA from 00 00 04 A", "--max_new_tokens=5", "--window=8",
                      "--rope=reset", "--device=cpu"])
     assert result["prompt_tokens"] == 8 and result["tokens"] <= 5
     from transformers import AutoModelForCausalLM, AutoTokenizer
     peer, tokenizer = AutoModelForCausalLM.from_pretrained(last), AutoTokenizer.from_pretrained(last)
-    ids = tokenizer("Passes AF FA from 0:04 A")["input_ids"]
-    assert ids == load_tokenizer(last).encode("Passes AF FA from 0:04 A")
+    ids = tokenizer("Passes AF FA from 00 00 04 A")["input_ids"]
+    assert ids == load_tokenizer(last).encode("Passes AF FA from 00 00 04 A")
     ours = GPT.from_pretrained(last)(torch.tensor([ids]))
     torch.testing.assert_close(ours, peer(torch.tensor([ids])).logits, rtol=1e-4, atol=1e-4)
 
