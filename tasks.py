@@ -9,7 +9,7 @@ A task is a source of numbered problems and a scorer. The names that scripts tak
 
     passes:4-60              made here, for models from scratch: see below. 4-60: seconds on the clock
     reasoning_gym:<dataset>  the generated datasets of the package reasoning-gym, scored by its own scorers; with settings:
-                             reasoning_gym:chain_sum?min_terms=2&max_terms=3
+                             reasoning_gym:chain_sum?min_terms=2&max_terms=3. A solution is the bare answer: it teaches the form
     jsonl:<path>             a line per problem, {"question": ..., "answer": ...}, answers checked by math-verify, or letters if there
                              are "choices"; "solution" (a worked text) is what train_sft.py learns from; every 20th line is held out
     py:<file>                a Python file with problem(i, seed) -> (prompt, answer) or a Problem, score(problem, text, tokens,
@@ -252,7 +252,8 @@ def gym(name, detail, seed, held_out, longer):
 
     def problem(i, seed):
         entry = chunk(numbered("reasoning_gym", seed, i // CHUNK).getrandbits(31))[i % CHUNK]
-        return Problem(f"{entry['question'].rstrip()}\n\nGive the final answer in <answer></answer> tags.", entry)
+        question = f"{entry['question'].rstrip()}\n\nGive the final answer in <answer></answer> tags."
+        return Problem(question, entry, f"<answer>{entry['answer']}</answer>")
 
     def score(problem, text, tokens, finish_reason):
         found, entry = find_answer(text), problem.answer

@@ -90,11 +90,12 @@ from pathlib import Path
 import torch
 
 import training
+from checkpoint import local_folder
 from engine import Completion, generate
 from model import GPT, device_and_dtype
 from sliding_cache import SlidingCache, free_bytes, layer_windows, mix, peak_bytes, row_bytes
 from tasks import ask_for_length, check_reward, load_task, reward_parts
-from tokenizer import load_tokenizer
+from tokenizer import TOKENIZER_FILES, load_tokenizer
 
 CARRY_CHUNK = 1024  # tokens that run through the model at once on the way to the context
 
@@ -217,7 +218,7 @@ def policy_loss(logp, old, advantage, mask, kind=None):
     """The loss of each token (B, T), 0 where not mask, its ratio and whether it was clipped or dropped. logp: log-probabilities under the
     weights in training; old: those that the sampler recorded; advantage (B, 1). Sequence-level ratios would change one line, the first."""
     kind = kind or loss
-    ratio = torch.where(mask, logp - old, 0).exp()                                    # (B, T)
+    ratio = torch.where(mask, logp - old, 0).clamp(max=20).exp()                      # (B, T), never inf: 0 times its gradient is NaN
     if kind == "grpo":       # INTELLECT-2 (arXiv 2505.07291), eq. 1; delta binds only where the advantage is negative
         bounded = ratio.clamp(1 - eps_low, 1 + eps_high)
         gain = torch.minimum(ratio.clamp(max=delta) * advantage, bounded * advantage)
@@ -466,6 +467,7 @@ def main():
     source = load_task(task, seed)
     out, init, state = (None, init_from, None) if plan else training.open_run(out_dir, init_from)
     model, tokenizer = GPT.from_pretrained(init, dtype=kind, device=where), load_tokenizer(init)
+    folder = local_folder(init, TOKENIZER_FILES)
     training_window(model.config)                                                     # a bad window is named now
     model.checkpointing = checkpointing
     optimizer = training.Optimizer(model, lr=lr, betas=(0.9, beta2), weight_decay=weight_decay, master_device=master_device)
@@ -502,7 +504,7 @@ def main():
             record(log, board, progress, tokenizer, step, row, drawn)
             if (step + 1) % save_every == 0 or step + 1 == max_steps or stopping:
                 state |= dict(cursor=cursor, queue=[[asdict(e) for e in b] for b in queue])
-                training.save_run(out, step + 1, model, optimizer, state, init)
+                training.save_run(out, step + 1, model, optimizer, state, folder)
         if stopping:
             break
     result = dict(steps=step + 1, out_dir=out_dir)

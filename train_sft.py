@@ -48,9 +48,10 @@ from pathlib import Path
 import torch
 
 import training
+from checkpoint import local_folder
 from model import GPT, GPTConfig, device_and_dtype
 from tasks import load_task, write_passes_tokenizer
-from tokenizer import load_tokenizer
+from tokenizer import TOKENIZER_FILES, load_tokenizer
 
 
 def encode(problem, tokenizer):
@@ -107,7 +108,7 @@ def main():
         model = model.to(where, kind)
     else:
         model = GPT.from_pretrained(init, dtype=kind, device=where)
-    tokenizer = load_tokenizer(init)
+    tokenizer, folder = load_tokenizer(init), local_folder(init, TOKENIZER_FILES)
     model.train().checkpointing = checkpointing
     optimizer = training.Optimizer(model, lr=lr, betas=(0.9, beta2), weight_decay=weight_decay, master_device=master_device)
     first, cursor = (state["step"], state["cursor"]) if state else (0, 0)
@@ -141,7 +142,7 @@ def main():
                 progress.line(step, f"loss {loss:.3f}" + "".join(f"  {key} {value:.4f}" for key, value in evaluation.items()))
         stopping = bool(stop)
         if rank == 0 and ((step + 1) % save_every == 0 or step + 1 == max_steps or stopping):
-            training.save_run(out, step + 1, model, optimizer, dict(cursor=cursor), init)
+            training.save_run(out, step + 1, model, optimizer, dict(cursor=cursor), folder)
         if stopping:
             break
     if rank == 0:

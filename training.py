@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 from torch.utils.checkpoint import checkpoint
 
 from attn_kernel import wide
-from checkpoint import local_folder, read_json, replacing
+from checkpoint import read_json, replacing
 from tokenizer import TOKENIZER_FILES
 
 LOGITS = 2**26  # at most so many logits at once (256 MB in float32)
@@ -215,8 +215,8 @@ def open_run(out_dir, init_from):
     return out, init_from, None
 
 
-def save_run(out, step, model, optimizer, state, tokenizer_from):
-    """Write the checkpoint out/step_<step>, with the tokenizer files of another model folder, and make it the last."""
+def save_run(out, step, model, optimizer, state, tokenizer_folder):
+    """Write the checkpoint out/step_<step>, with the tokenizer files that lie in another folder, and make it the last."""
     folder, tmp, link = out / f"step_{step:06d}", out / "saving.tmp", out / "last"
     if link.exists() and link.resolve() == folder.resolve():
         return
@@ -224,7 +224,7 @@ def save_run(out, step, model, optimizer, state, tokenizer_from):
         shutil.rmtree(leftover, ignore_errors=True)
     model.save_pretrained(tmp)
     for pattern in TOKENIZER_FILES:
-        for path in local_folder(tokenizer_from, TOKENIZER_FILES).glob(pattern):
+        for path in tokenizer_folder.glob(pattern):
             if path.name != "config.json":
                 shutil.copyfile(path, tmp / path.name)
     optimizer.save(tmp / "optimizer.safetensors")

@@ -120,6 +120,9 @@ def test_what_is_masked_counts_nowhere():
         assert out[0].tolist() == [-1, 0, 0] and not clipped.any()
         grad = torch.autograd.grad(out.sum(), logp)[0]
         assert grad[0].tolist() == pytest.approx([-1, 0, 0])
+        far = torch.tensor([[0.0]], requires_grad=True)                               # a ratio beyond float32
+        out, _, _ = policy_loss(far, torch.tensor([[-200.0]]), torch.tensor([[-1.0]]), torch.tensor([[True]]), kind)
+        assert torch.isfinite(torch.autograd.grad(out.sum(), far)[0]).all() and torch.isfinite(out).all()
 
 
 def test_k3():

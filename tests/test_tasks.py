@@ -471,7 +471,8 @@ def test_the_solutions_are_right(name, longer):
 
 def test_scores_of_the_embedded_task():
     problem = tasks.Problem("", "H")
-    for text, finish_reason, score in ((" 00 00 00 H answer H", "stop", 1), (" 00 00 00 H answer H", "length", 0), (" 00 00 00 H answer G", "stop", 0),
+    for text, finish_reason, score in ((" 00 00 00 H answer H", "stop", 1), (" 00 00 00 H answer H", "length", 0),
+                                       (" 00 00 00 H answer G", "stop", 0),
                                        (" answer H", "stop", 1), (" answer G answer H", "stop", 0), (" answer H 00 00 00", "stop", 0),
                                        (" answer H\n", "stop", 0), (" 00 00 00 H", "stop", 0), ("", "stop", 0), (" answer HH", "stop", 0)):
         assert tasks.score_passes(problem, text, [], finish_reason) == score, text
