@@ -20,6 +20,8 @@ demo: .venv/run $(MODEL)
 DEMO = out-demo-rl/seed$(SEED)
 SEED = 1
 
+# tensors this small gain nothing from threads, and lose much on a busy machine
+demo-rl: export OMP_NUM_THREADS = 1
 demo-rl: .venv/run
 	rm -rf $(DEMO)
 	$(BIN)/python train_sft.py config/sft_passes.py --out_dir=$(DEMO)/sft --seed=$(SEED)

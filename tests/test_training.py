@@ -231,8 +231,8 @@ def test_what_a_run_leaves_is_a_model(untrained, tmp_path):
     torch.testing.assert_close(ours, peer(torch.tensor([ids])).logits, rtol=1e-4, atol=1e-4)
 
 
-def wrong(args):
-    code, _, err = finish(start(args))
+def said(process):
+    code, _, err = finish(process)
     lines = err.strip().splitlines()
     assert code == 2 and len(lines) == 1, err
     return lines[0]
@@ -241,22 +241,24 @@ def wrong(args):
 def test_wrong_inputs(untrained, tmp_path):
     out = f"--out_dir={tmp_path / 'out'}"
     rl = [*RL, f"--init_from={untrained}", out]
-    for args, said in (
-            ([*RL, "--init_from=resume", out], "holds no checkpoint to resume from"),
-            ([*RL, "--init_from=scratch", out], "init_from='scratch': must be a model that gets some answers right"),
-            ([*rl, "--group_size=1"], "group_size=1: must be at least 2"),
-            ([*rl, "--temperature=0"], "temperature=0.0: must be above 0"),
-            ([*rl, "--loss=ppo"], "loss='ppo': must be grpo, masked_is or dppo"),
-            ([*rl, "--task=sudoku"], "task='sudoku'"),
-            ([*rl, "--window=0"], "window"),
-            ([*rl, "--reward={'speed': 1.0}"], "speed"),
-            ([*rl, "--dtype=float16"], "float16 has too little range"),
-            ([*SFT, out, "--task=reasoning_gym:chain_sum"], "init_from='scratch' is for the embedded task"),
-            ([*SFT, out, "--schedule=cosine"], "schedule='cosine'")):
-        assert said in wrong(args), args
+    cases = [
+        ([*RL, "--init_from=resume", out], "holds no checkpoint to resume from"),
+        ([*RL, "--init_from=scratch", out], "init_from='scratch': must be a model that gets some answers right"),
+        ([*rl, "--group_size=1"], "group_size=1: must be at least 2"),
+        ([*rl, "--temperature=0"], "temperature=0.0: must be above 0"),
+        ([*rl, "--loss=ppo"], "loss='ppo': must be grpo, masked_is or dppo"),
+        ([*rl, "--task=sudoku"], "task='sudoku'"),
+        ([*rl, "--window=0"], "window"),
+        ([*rl, "--reward={'speed': 1.0}"], "speed"),
+        ([*rl, "--dtype=float16"], "float16 has too little range"),
+        ([*SFT, out, "--task=reasoning_gym:chain_sum"], "init_from='scratch' is for the embedded task"),
+        ([*SFT, out, "--schedule=cosine"], "schedule='cosine'")]
+    for some in zip(cases[::2], [*cases[1::2], None], strict=True):                   # two at a time
+        for (args, what), process in [(case, start(case[0])) for case in some if case]:
+            assert what in said(process), args
     (tmp_path / "out").mkdir(exist_ok=True)
     script([*rl, "--max_steps=1"])
-    assert "holds a run already" in wrong(rl)
+    assert "holds a run already" in said(start(rl))
 
 
 def test_the_plan(untrained, tmp_path):
