@@ -174,8 +174,8 @@ def passes(name, detail, seed, held_out, longer):
 
     def problem(i):
         rng = numbered("passes", seed, held_out, i)
-        # small rings first teach that the next holder is somebody who stands in the prompt, then which one
-        size = len(PEOPLE) if match else rng.choice((rng.randint(3, 5), rng.randint(3, len(PEOPLE))))
+        # small rings soon teach that the next holder is somebody who stands in the prompt; whole ones, to look everywhere in it
+        size = len(PEOPLE) if match else rng.choice((rng.randint(3, 5), rng.randint(3, len(PEOPLE)), len(PEOPLE)))
         ring = rng.sample(PEOPLE, size)
         order = rng.sample(ring, len(ring))
         throws = dict(zip(ring, ring[1:] + ring[:1], strict=True))

@@ -8,6 +8,6 @@ window, rope = 12, "reset"
 max_new_tokens = 300             # 60 steps of 4 tokens, and room for walking too far
 batch_prompts, group_size = 16, 8
 context_mult, carry, loss_on = 4, True, "all"     # loss_on = "tail" does not see the moment at which a trace goes past 0:00
-lr, warmup_steps, max_steps = 5e-4, 5, 50
-micro_batch = 32
-eval_every, eval_size, save_every = 25, 128, 25
+lr, warmup_steps, max_steps = 5e-4, 5, 40
+micro_batch, max_draws = 32, 2
+eval_every, eval_size, save_every = 20, 128, 20
