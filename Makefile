@@ -61,6 +61,6 @@ endif
 	touch $@
 
 clean:
-	rm -rf .venv .pytest_cache .hypothesis .ruff_cache
+	rm -rf .venv .pytest_cache .hypothesis .ruff_cache out-demo-rl
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	cd data/smollm2 && rm -f config.json generation_config.json model.safetensors tokenizer.json tokenizer_config.json *.tmp

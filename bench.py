@@ -66,7 +66,7 @@ from attn_kernel import decode_attention, flex_block_mask, flex_compiled, prefix
 from engine import generate
 from model import GPT, device_and_dtype
 from sliding_cache import SlidingCache
-from tasks import load_task
+from tasks import DAY, load_task
 from tokenizer import load_tokenizer
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -341,9 +341,9 @@ def gap():
 def train():
     """One step of train_rl.py with carry on one rollout of each length: peak memory above the level before, and seconds."""
     where, kind = device_and_dtype(device, dtype)
-    W, Ts = windows[0] if windows else 512, lengths or (16384, 131072)
-    if not whole(W, *Ts):
-        raise ValueError(f"windows=({W!r},) and lengths={Ts} are whole numbers of at least 1")
+    W, Ts = windows[0] if windows else 512, (16384, 131072) if lengths is None else lengths
+    if not Ts or not whole(W, *Ts) or min(Ts) <= prefix_len:
+        raise ValueError(f"windows=({W!r},) and lengths={Ts} are whole numbers of at least 1, and lengths above prefix_len={prefix_len}")
     model, table = GPT.from_pretrained(init_from, dtype=kind, device=where), []
     optimizer = training.Optimizer(model, lr=1e-6)
     for T in (min(Ts), *Ts):                                                          # the first makes the optimizer's moments
@@ -365,8 +365,8 @@ def traces():
     """A model of the embedded task (init_from) on problems that take so and so many tokens: the share that it gets right."""
     where, kind = device_and_dtype(device, dtype)
     W, n_rows, Ts = windows[0] if windows else 12, 16 if rows is None else rows, lengths or (1000, 10000, 100000)
-    if not whole(W, n_rows, *Ts) or min(Ts) < 8:
-        raise ValueError(f"windows=({W!r},) and rows={n_rows} are whole numbers of at least 1, lengths={Ts} of at least 8")
+    if not whole(W, n_rows, *Ts) or min(Ts) < 8 or max(Ts) >= 4 * DAY:
+        raise ValueError(f"windows=({W!r},) and rows={n_rows} are whole numbers of at least 1, lengths={Ts} of 8 to {4 * DAY - 1}")
     model, tokenizer, table = GPT.from_pretrained(init_from, dtype=kind, device=where), load_tokenizer(init_from), []
     for T in Ts:
         source = load_task(f"passes:{T // 4}-{T // 4}", held_out=True)                # a step is four tokens
@@ -379,7 +379,8 @@ def traces():
                             stop_ids=tokenizer.eos_ids, n_vocab=tokenizer.n_vocab)
             right = [source.score(p, tokenizer.decode(c.tokens[:-1]), c.tokens[:-1], c.finish_reason)
                      for p, c in zip(problems, done, strict=True)]
-            table.append(rounded(tokens=T, temperature=temperature, problems=n_rows, right=int(sum(right)),
+            fair = [r * (len(c.tokens) > 0.9 * T) for r, c in zip(right, done, strict=True)]  # giving up is right by chance, once in 11
+            table.append(rounded(tokens=T, temperature=temperature, problems=n_rows, right=int(sum(fair)),
                                  mean_tokens=sum(len(c.tokens) for c in done) / n_rows, s=time.perf_counter() - began,
                                  P_plus_W=max(map(len, prompts)) + W))
     print(f"{init_from} on {where}".ljust(60))
@@ -392,6 +393,8 @@ def batching():
     rows that all run until the longest of them is done."""
     where, kind = device_and_dtype(device, dtype)
     W, n_rows, n = windows[0] if windows else 256, 8 if rows is None else rows, 5 * (8 if rows is None else rows)
+    if not whole(W, n_rows):
+        raise ValueError(f"windows=({W!r},) and rows={n_rows} are whole numbers of at least 1")
     model, generator = GPT.from_pretrained(init_from, dtype=kind, device=where), torch.Generator().manual_seed(0)
     limits = [int(32 * 10**u) for u in torch.rand(n, generator=generator).tolist()]
     prompts = torch.randint(model.config.vocab_size, (n, 16), generator=generator).tolist()

@@ -58,9 +58,11 @@ def row_bytes(config, windows, max_prefix, max_len, dtype):
 
 
 def free_bytes(device):
-    """Bytes of memory that are free on a device now."""
+    """Bytes of memory that are free on a device now, with what PyTorch holds there for later use."""
     device = torch.device(device)
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return psutil.virtual_memory().available
 
 
 def peak_bytes(device):

@@ -83,7 +83,7 @@ class Task:
         if self.size is None:
             return self.problem(n)
         epoch, place = divmod(n, self.size)
-        return self.problem(numbered("order", self.seed, epoch).sample(range(self.size), self.size)[place])
+        return self.problem(order(self.size, self.seed, epoch)[place])
 
 
 def load_task(name, seed=0, held_out=False, longer=1):
@@ -93,6 +93,11 @@ def load_task(name, seed=0, held_out=False, longer=1):
     if kind not in SOURCES:
         raise ValueError(f"task={name!r}: one of {', '.join(SOURCES)}, such as passes:4-60 or jsonl:problems.jsonl")
     return SOURCES[kind](name, detail, seed, held_out, longer)
+
+
+@functools.lru_cache(1)
+def order(size, seed, epoch):
+    return numbered("order", seed, epoch).sample(range(size), size)
 
 
 def numbered(*key):
@@ -136,15 +141,23 @@ def reward_parts(problem, text, n_tokens, correct, max_new_tokens, overlong_marg
     return dict(correct=correct, format=float(tidy and text.count("</think>") <= 1), overlong=overlong, length=length)
 
 
-def check_reward(reward):
+def check_reward(reward, length_targets=()):
     """ValueError naming what is wrong, unless `reward` maps parts that there are to numbers."""
     for part, weight in reward.items():
         if part not in PARTS:
             raise ValueError(f"reward={reward!r}: there is no part {part!r}, only {', '.join(PARTS)}")
         if not isinstance(weight, Real) or not math.isfinite(weight):
             raise ValueError(f"reward={reward!r}: the weight of {part!r} must be a number, not {weight!r}")
+    if reward.get("length") and not length_targets:
+        raise ValueError(f"reward={reward!r}: the part 'length' needs length_targets, the numbers of tokens to ask for")
     if not any(reward.values()):
         raise ValueError(f"reward={reward!r} rewards nothing; the parts are {', '.join(PARTS)}")
+
+
+def prompt_ids(problem, tokenizer, system="", template_args=None):
+    """The prompt as the chat template of a model renders it, with a system message unless that is empty."""
+    messages = [{"role": "system", "content": system}] * bool(system) + [{"role": "user", "content": problem.prompt}]
+    return tokenizer.encode_chat(messages, **(template_args or {}))
 
 
 def ask_for_length(problem, targets, n, seed):
@@ -267,7 +280,7 @@ def gym(name, detail, seed, held_out, longer):
     try:
         chunk(0)
     except (AssertionError, TypeError, ValueError) as error:
-        raise ValueError(f"task={name!r}: {error}") from None
+        raise ValueError(f"task={name!r}: the dataset does not take these settings: {error}") from None
     return divided(name, problem, score, None, seed, held_out)
 
 
@@ -394,6 +407,8 @@ SOURCES = dict(passes=passes, reasoning_gym=gym, jsonl=jsonl, py=python_file)
 def main():
     if _what is None:
         raise ValueError("the first argument names a task: python tasks.py passes:4-60")
+    if n < 1:
+        raise ValueError(f"n={n}: at least 1")
     source = load_task(_what, seed, held_out)
     for i in range(min(n, source.size or n)):
         problem = source.problem(i)

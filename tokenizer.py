@@ -151,9 +151,9 @@ def any_of(strings):
 
 class Tokenizer:
     """
-    What load_tokenizer returns. `n_vocab` is 1 + the largest id, `eos_ids` a sorted list of the ids that end an answer, `encoding` the
-    tiktoken Encoding, whose tokens are ranks, not yet ids. Made from a parsed tokenizer.json and tokenizer_config.json, and the end ids
-    that other files name.
+    What load_tokenizer returns. `n_vocab` is 1 + the largest id, `eos_ids` a sorted list of the ids that end an answer, `eos_id` that of
+    its own eos_token (what a chat's answers end with), `encoding` the tiktoken Encoding, whose tokens are ranks, not yet ids. Made from a
+    parsed tokenizer.json and tokenizer_config.json, and the end ids that other files name.
     """
 
     def __init__(self, name, spec, settings, eos_ids=()):
@@ -200,7 +200,9 @@ class Tokenizer:
         names = {key: settings.get(key) for key in ("bos_token", "eos_token", "unk_token", "pad_token")}
         self._names = {key: value["content"] if isinstance(value, dict) else value for key, value in names.items() if value}
         eos = self._names.get("eos_token")
-        self.eos_ids = sorted({*eos_ids, self._added.get(eos, vocab.get(eos))} - {None})
+        own = self._added.get(eos, vocab.get(eos))
+        self.eos_ids = sorted({*eos_ids, own} - {None})
+        self.eos_id = self.eos_ids[0] if own is None and self.eos_ids else own
         self.n_vocab = 1 + max(self._bytes)
 
     def encode(self, text, allow_special=False):

@@ -70,7 +70,7 @@ master_device: str | None = None  # where bfloat16 weights have their float32 ma
 eval_every = 20                   # steps between evaluations on held-out problems; 0 = never
 eval_size = 64                    # held-out problems, one completion each; at the trained length and at twice it
 eval_temperature = 1.0            # of these completions; 0 = greedy, which the last evaluation adds anyhow
-save_every = 20                   # steps between checkpoints
+save_every = 20                   # steps between checkpoints; 0 = at the end only
 samples_per_step = 2              # completions written to samples.jsonl at each step
 wandb_project = ""                # log to Weights & Biases too (WANDB_MODE=offline works); "" = do not
 plan = False                      # print where the memory goes, run one step on the longest rollouts there can be, and exit
@@ -94,7 +94,7 @@ from checkpoint import local_folder
 from engine import Completion, generate
 from model import GPT, device_and_dtype
 from sliding_cache import SlidingCache, free_bytes, layer_windows, mix, peak_bytes, row_bytes
-from tasks import ask_for_length, check_reward, load_task, reward_parts
+from tasks import ask_for_length, check_reward, load_task, prompt_ids, reward_parts
 from tokenizer import TOKENIZER_FILES, load_tokenizer
 
 CARRY_CHUNK = 1024  # tokens that run through the model at once on the way to the context
@@ -150,13 +150,13 @@ def segments(n_prompt, n_new, P, W, m, carry, loss_on):
 # ---------------------------------------------------------------------------------------------------------------------
 # rollouts
 
-def rollout(model, tokenizer, source, numbers, step=0, stats=None):
+def rollout(model, tokenizer, source, numbers, step=0):
     """Sample group_size completions of each of the problems, score them and compare them. -> groups, lists of Episodes"""
     problems = [ask_for_length(source.draw(n), length_targets, n, seed) for n in numbers]
-    prompts = [prompt_ids(tokenizer, problem) for problem in problems for _ in range(group_size)]
+    prompts = [ids for problem in problems for ids in [prompt_ids(problem, tokenizer, system, template_args)] * group_size]
     seeds = [sample_seed(n * group_size + k) for n in numbers for k in range(group_size)]
     done = generate(model, prompts, max_new_tokens, prefix_len=prefix_len, window=window, rope=rope, temperature=temperature, top_p=1.0,
-                    stop_ids=tokenizer.eos_ids, n_vocab=tokenizer.n_vocab, seed=seeds, rows=rows, stats=stats)
+                    stop_ids=tokenizer.eos_ids, n_vocab=tokenizer.n_vocab, seed=seeds, rows=rows)
     groups = []
     for i, (n, problem) in enumerate(zip(numbers, problems, strict=True)):
         group = [Episode(**vars(c), problem=n, step=step) for c in done[i * group_size:(i + 1) * group_size]]
@@ -172,11 +172,6 @@ def rollout(model, tokenizer, source, numbers, step=0, stats=None):
             e.advantage = a
         groups.append(group)
     return groups
-
-
-def prompt_ids(tokenizer, problem):
-    messages = [{"role": "system", "content": system}] * bool(system) + [{"role": "user", "content": problem.prompt}]
-    return tokenizer.encode_chat(messages, **template_args)
 
 
 def sample_seed(n):
@@ -196,19 +191,18 @@ def advantages(rewards, std):
 
 def collect(model, tokenizer, source, cursor, step=0, rank=0, world=1):
     """Rollouts of the problems from number `cursor` on, until batch_prompts groups carry a signal (or max_draws draws were made).
-    The processes share each draw and end with the same lists. -> groups to train on, all groups drawn, next cursor, seconds"""
-    kept, drawn, seconds = [], [], 0.0
+    The processes share each draw and end with the same lists. -> groups to train on, all groups drawn, next cursor"""
+    kept, drawn = [], []
     for _ in range(max_draws if filter_groups else 1):
         numbers = range(cursor, cursor + batch_prompts - len(kept))
-        cursor, stats = numbers.stop, {}
+        cursor = numbers.stop
         mine = [n for n in numbers if n % world == rank]
-        new = sorted(training.gather(rollout(model, tokenizer, source, mine, step, stats) if mine else []), key=lambda g: g[0].problem)
-        seconds += stats.get("prefill_s", 0) + stats.get("decode_s", 0)
+        new = sorted(training.gather(rollout(model, tokenizer, source, mine, step)), key=lambda g: g[0].problem)
         drawn += new
         kept += [g for g in new if not filter_groups or any(e.advantage for e in g)]
         if len(kept) == batch_prompts:
             break
-    return kept, drawn, cursor, seconds
+    return kept, drawn, cursor
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -244,18 +238,21 @@ def k3(log_ratio):
 
 def token_weights(counts, most):
     """What a trained token of each completion weighs in the loss, given how many each of them has and could at most have."""
-    n, total = len(counts), sum(counts)
+    n, total = sum(c > 0 for c in counts), sum(counts)                                # of those that count
     if normalise not in ("token", "fixed", "sequence"):
         raise ValueError(f"normalise={normalise!r}: token, fixed or sequence")
     return [0.0 if not c else {"token": 1 / total, "fixed": 1 / (n * most), "sequence": 1 / (n * c)}[normalise] for c in counts]
 
 
 def update_policy(model, optimizer, episodes, rate, reference=None, rank=0, world=1):
-    """One optimizer step on all the episodes, of which this process computes its share. -> dict of metrics, the same everywhere."""
+    """One optimizer step on all the episodes, of which this process computes its share. -> dict of metrics, the same everywhere, or
+    None: no token of them is to be trained on, and the weights stay as they are."""
     W = training_window(model.config)
     cut = [segments(len(e.prompt), len(e.tokens), prefix_of(e), W, context_mult, carry, loss_on) for e in episodes]
     counts = [0 if truncated == "drop" and e.finish_reason == "length" else sum(sum(trained(e, s)) for s in segs)
               for e, segs in zip(episodes, cut, strict=True)]
+    if not sum(counts):
+        return None
     most = max_new_tokens if loss_on == "all" or W is None else min(W, max_new_tokens)
     work = [item for item in zip(episodes, cut, token_weights(counts, most), strict=True) if item[2]]
     work = sorted(work, key=lambda item: item[1][-1].stop)[rank::world]
@@ -370,9 +367,10 @@ def evaluate(model, tokenizer, longer, how_hot, rank=0, world=1):
     source = load_task(task, seed, held_out=True, longer=longer)
     numbers = range(rank, min(eval_size, source.size or eval_size), world)
     problems = [source.problem(n) for n in numbers]
-    done = generate(model, [prompt_ids(tokenizer, p) for p in problems], longer * max_new_tokens, prefix_len=prefix_len, window=window,
-                    rope=rope, temperature=how_hot, top_p=1.0, stop_ids=tokenizer.eos_ids, n_vocab=tokenizer.n_vocab,
-                    seed=[sample_seed(-1 - n) for n in numbers], rows=rows)
+    prompts = [prompt_ids(p, tokenizer, system, template_args) for p in problems]
+    done = generate(model, prompts, longer * max_new_tokens, prefix_len=prefix_len, window=window, rope=rope, temperature=how_hot,
+                    top_p=1.0, stop_ids=tokenizer.eos_ids, n_vocab=tokenizer.n_vocab, rows=rows,
+                    seed=[sample_seed(-1 - n) for n in numbers])
     finished = [c.finish_reason == "stop" for c in done]
     right = [float(source.score(p, tokenizer.decode(c.tokens[:len(c.tokens) - f]), c.tokens[:len(c.tokens) - f], c.finish_reason))
              for p, c, f in zip(problems, done, finished, strict=True)]
@@ -395,17 +393,19 @@ def saved_bytes(model, n_tokens):
     return sum(seen.values()) + x.nbytes
 
 
-def show_plan(model, optimizer, tokenizer, source):
+def show_plan(model, optimizer, tokenizer, source, reference):
     """Print what this configuration keeps in memory and where, then sample a token with a full cache and train one step on completions
     of max_new_tokens: what does not fit fails now. -> dict of bytes"""
     config, weight = model.config, model.lm_head.weight
-    prompt = prompt_ids(tokenizer, source.draw(0))
-    P, longest = len(prompt) if prefix_len is None else prefix_len, len(prompt) + max_new_tokens
+    prompt = prompt_ids(source.draw(0), tokenizer, system, template_args)
+    longest = len(prompt) + max_new_tokens
+    P = len(prompt) if prefix_len is None else min(prefix_len, longest)
     windows = [w and min(w, max_new_tokens) for w in layer_windows(config, window)]
     row = row_bytes(config, windows, P, longest, weight.dtype)
     n_rows = min(batch_prompts * group_size, rows or max(int(0.8 * free_bytes(weight.device) / row), 1))
     W = training_window(config)
-    seg = max(segments(len(prompt), max_new_tokens, P, W, context_mult, carry, loss_on), key=lambda s: s.stop - s.start)
+    cut = segments(len(prompt), max_new_tokens, P, W, context_mult, carry, loss_on)
+    seg = max(cut, key=lambda s: s.stop - s.start)
     passed = seg.stop - seg.start + (P if seg.start and not carry else 0)
     targets, vocab = min(seg.stop + 1 - seg.first, passed) * micro_batch, config.vocab_size
     per_token = (saved_bytes(model, 256) - saved_bytes(model, 128)) / 128
@@ -417,7 +417,7 @@ def show_plan(model, optimizer, tokenizer, source):
         ("masters", n_masters if optimizer.has_masters else 0, there, "in float32"), ("gradients", n_masters, there, ""),
         ("moments", 2 * n_masters, there, "of AdamW"),
         ("sampling_cache", n_rows * row, where, f"{n_rows} rows of up to {max(P + w if w else longest for w in windows):,} tokens"),
-        ("carried_cache", micro_batch * row if seg.carried else 0, where, f"{micro_batch} rows"),
+        ("carried_cache", micro_batch * row * any(s.carried for s in cut), where, f"{micro_batch} rows"),
         ("activations", int(micro_batch * passed * per_token), where, f"{micro_batch} x {passed:,} tokens"),
         ("logits", 12 * min(targets * vocab, max(training.LOGITS, vocab)), where, f"{targets:,} targets, some at a time")]
     for name, n, place, what in lines:
@@ -430,70 +430,72 @@ def show_plan(model, optimizer, tokenizer, source):
     tokens = [(7 * i) % min(tokenizer.n_vocab, vocab) for i in range(max_new_tokens)]
     episodes = [Episode(prompt, tokens, [-1.0] * max_new_tokens, [True] * max_new_tokens, "stop", advantage=1.0 - 2 * (i % 2))
                 for i in range(micro_batch)]
-    update_policy(model, optimizer, episodes, 0.0)
+    update_policy(model, optimizer, episodes, 0.0, reference)
     peak, memory = peak_bytes(weight.device)
     print(f"{'peak':16}{peak / 1e9:10.3f} GB  {memory}, of one step on completions of {max_new_tokens:,} tokens")
     return {f"{name}_bytes": n for name, n, _, _ in lines} | dict(peak_memory_bytes=peak)
 
 
 def check():
-    for name, ok, right in (
-            ("group_size", group_size >= 2, "at least 2: an advantage compares completions"),
-            ("temperature", temperature > 0, "above 0: there is nothing to learn from equal completions"),
-            ("batch_prompts", batch_prompts >= 1, "at least 1"), ("max_new_tokens", max_new_tokens >= 1, "at least 1"),
-            ("max_draws", max_draws >= 1, "at least 1"), ("async_level", async_level >= 0, "at least 0"),
-            ("context_mult", context_mult >= 1, "at least 1"), ("micro_batch", micro_batch >= 1, "at least 1"),
-            ("updates_per_batch", 1 <= updates_per_batch <= batch_prompts * group_size, "1 to the number of completions"),
-            ("loss_on", loss_on in ("tail", "all"), "tail or all"),
-            ("loss", loss in ("grpo", "masked_is", "dppo"), "grpo, masked_is or dppo"),
-            ("normalise", normalise in ("token", "fixed", "sequence"), "token, fixed or sequence"),
-            ("schedule", schedule in ("constant", "linear"), "constant or linear"),
-            ("truncated", truncated in ("keep", "zero", "drop"), "keep, zero or drop"),
-            ("overlong_margin", 0 <= overlong_margin <= max_new_tokens, "0 to max_new_tokens"),
-            ("length_targets", all(type(n) is int and n > 0 for n in length_targets), "a list of numbers of tokens"),
-            ("prefix_len", prefix_len is None or prefix_len >= 0, "None (the whole prompt) or at least 0"),
-            ("init_from", init_from != "scratch", "a model that gets some answers right: make one with train_sft.py")):
-        if not ok:
-            raise ValueError(f"{name}={globals()[name]!r}: must be {right}")
-    check_reward(reward)
+    training.check(
+        globals(), ("group_size", group_size >= 2, "at least 2: an advantage compares completions"),
+        ("temperature", temperature > 0, "above 0: there is nothing to learn from equal completions"),
+        *((key, globals()[key] >= 1, "at least 1") for key in ("batch_prompts", "max_new_tokens", "max_draws", "context_mult")),
+        ("rows", rows is None or rows >= 1, "None (as many as fit) or at least 1"), ("async_level", async_level >= 0, "at least 0"),
+        ("updates_per_batch", 1 <= updates_per_batch <= batch_prompts * group_size, "1 to the number of completions"),
+        ("loss_on", loss_on in ("tail", "all"), "tail or all"), ("eval_temperature", eval_temperature >= 0, "at least 0"),
+        ("loss", loss in ("grpo", "masked_is", "dppo"), "grpo, masked_is or dppo"), ("kl_coef", kl_coef >= 0, "at least 0"),
+        ("eps_low", 0 <= eps_low <= 1, "0 to 1"), ("eps_high", eps_high >= 0, "at least 0"),
+        ("delta", delta >= 1 + eps_high, "at least 1 + eps_high"), ("beta", 0 <= alpha < 1 < beta, "above 1, and alpha from 0 to below 1"),
+        ("normalise", normalise in ("token", "fixed", "sequence"), "token, fixed or sequence"),
+        ("truncated", truncated in ("keep", "zero", "drop"), "keep, zero or drop"),
+        ("overlong_margin", 0 <= overlong_margin <= max_new_tokens, "0 to max_new_tokens"),
+        ("length_targets", all(type(n) is int and n > 0 for n in length_targets), "a list of numbers of tokens"),
+        ("init_from", init_from != "scratch", "a model that gets some answers right: make one with train_sft.py"))
+    check_reward(reward, length_targets)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 
 def main():
     check()
-    where, kind = device_and_dtype(device, dtype)
-    rank, world, where = training.start_processes(where)
+    rank, world, name = training.start_processes(device)
+    where, kind = device_and_dtype(name, dtype)
     source = load_task(task, seed)
-    out, init, state = (None, init_from, None) if plan else training.open_run(out_dir, init_from)
+    out, init, state = (None, init_from, None) if plan else training.open_run(out_dir, init_from, "train_rl.py")
     model, tokenizer = GPT.from_pretrained(init, dtype=kind, device=where), load_tokenizer(init)
     folder = local_folder(init, TOKENIZER_FILES)
     training_window(model.config)                                                     # a bad window is named now
     model.checkpointing = checkpointing
     optimizer = training.Optimizer(model, lr=lr, betas=(0.9, beta2), weight_decay=weight_decay, master_device=master_device)
-    if plan:
-        print(json.dumps(show_plan(model, optimizer, tokenizer, source)))
-        return
-    state = state or dict(step=0, cursor=0, began_from=str(init_from), queue=[])
+    if state is None:
+        began_from = str(Path(init).resolve() if Path(init).exists() else init)       # `last` may be turned to another checkpoint
+        state = dict(script="train_rl.py", step=0, cursor=0, began_from=began_from, queue=[])
     first, cursor = state["step"], state["cursor"]
     queue = [[Episode(**e) for e in batch] for batch in state["queue"]]               # batches that wait to be trained on
     if first:
         optimizer.load(Path(init) / "optimizer.safetensors")
     reference = GPT.from_pretrained(state["began_from"], dtype=kind, device=where).requires_grad_(False) if kl_coef else None
+    if plan:
+        print(json.dumps(show_plan(model, optimizer, tokenizer, source, reference)))
+        return
     log, stop, progress = training.Log(out, first) if rank == 0 else None, training.Stop(), training.Progress(first, max_steps)
     board = start_wandb(out) if rank == 0 and wandb_project else None
     step = first - 1
     for step in range(first, max_steps):
-        row = evaluations(model, tokenizer, rank, world) if eval_every and step % eval_every == 0 else dict.fromkeys(EVALUATIONS)
-        began, sampling_s, drawn, n_kept = time.perf_counter(), 0.0, [], 0
+        row = dict.fromkeys(EVALUATIONS)
+        if eval_every and step % eval_every == 0:
+            row |= evaluations(model, tokenizer, rank, world)
+        began, drawn, n_kept = time.perf_counter(), [], 0
         while len(queue) <= async_level:
-            kept, new, cursor, seconds = collect(model, tokenizer, source, cursor, step, rank, world)
+            kept, new, cursor = collect(model, tokenizer, source, cursor, step, rank, world)
             queue.append([e for group in kept for e in group])
-            drawn, sampling_s, n_kept = drawn + new, sampling_s + seconds, n_kept + len(kept)
+            drawn, n_kept = drawn + new, n_kept + len(kept)
         rollout_s, batch = time.perf_counter() - began, queue.pop(0)
         rate = training.learning_rate(step, lr, warmup_steps, schedule, max_steps)
         updates = [update_policy(model, optimizer, batch[u::updates_per_batch], rate, reference, rank, world)
-                   for u in range(updates_per_batch if batch else 0)]
+                   for u in range(updates_per_batch)]
+        updates = [u for u in updates if u]
         train_s = time.perf_counter() - began - rollout_s
         row = summary(drawn, n_kept, updates) | dict(lr=rate) | row | dict(
             rollout_tokens_per_s=sum(len(e.tokens) for g in drawn for e in g) / max(rollout_s, 1e-9),
@@ -502,41 +504,51 @@ def main():
         stopping = bool(stop)
         if rank == 0:
             record(log, board, progress, tokenizer, step, row, drawn)
-            if (step + 1) % save_every == 0 or step + 1 == max_steps or stopping:
+            if save_every and (step + 1) % save_every == 0 or step + 1 == max_steps or stopping:
                 state |= dict(cursor=cursor, queue=[[asdict(e) for e in b] for b in queue])
                 training.save_run(out, step + 1, model, optimizer, state, folder)
         if stopping:
             break
     result = dict(steps=step + 1, out_dir=out_dir)
     if step + 1 == max_steps and eval_every:
-        greedy = evaluate(model, tokenizer, 1, 0, rank, world)
-        row = evaluations(model, tokenizer, rank, world) | {f"greedy_{key}": value for key, value in greedy.items()}
+        row = evaluations(model, tokenizer, rank, world) | named("greedy", evaluate(model, tokenizer, 1, 0, rank, world))
         if rank == 0:
             log.row(step=max_steps, **row)
+            if board:
+                board.log(row, step=max_steps)
         result |= {key: round(value, 4) for key, value in row.items()}
     if rank == 0:
         print(json.dumps(result))
 
 
-EVALUATIONS = [f"{name}_{what}" for name in ("eval", "eval2x") for what in ("solved", "length", "finished")]
+EVALUATIONS = [f"{name}_{what}" for name in ("eval", "eval2x", "greedy") for what in ("solved", "length", "finished")]
 
 
 def evaluations(model, tokenizer, rank, world):
     """Held-out problems at the trained length and at twice it."""
-    return {f"{name}_{key}": value for name, longer in (("eval", 1), ("eval2x", 2))
-            for key, value in evaluate(model, tokenizer, longer, eval_temperature, rank, world).items()}
+    return named("eval", evaluate(model, tokenizer, 1, eval_temperature, rank, world)) | named(
+        "eval2x", evaluate(model, tokenizer, 2, eval_temperature, rank, world))
+
+
+def named(prefix, values):
+    return {f"{prefix}_{key}": value for key, value in values.items()}
 
 
 def summary(drawn, n_kept, updates):
     """The row of a step: what was sampled, and what the updates were like (the gap is the first one's: later ones moved the weights)."""
     episodes = [e for g in drawn for e in g]
-    lengths, n = [len(e.tokens) for e in episodes], max(len(episodes), 1)
-    mean = {key: sum(u[key] for u in updates) / len(updates) if updates else None
-            for key in ("loss", "entropy", "ratio", "clip_fraction", "kl", "grad_norm")}
-    return dict(reward=sum(e.reward for e in episodes) / n, solved=sum(e.correct for e in episodes) / n, length_mean=sum(lengths) / n,
-                length_max=max(lengths, default=0), finished=sum(e.finish_reason == "stop" for e in episodes) / n,
-                groups=len(drawn), groups_dropped=len(drawn) - n_kept, **mean, gap_k3=updates[0]["gap_k3"] if updates else None,
-                gap_max=updates[0]["gap_max"] if updates else None, trained_tokens=sum(u["trained_tokens"] for u in updates))
+
+    def mean(values):
+        return sum(values) / len(values) if values else None
+
+    lengths = [len(e.tokens) for e in episodes]
+    return dict(
+        reward=mean([e.reward for e in episodes]), solved=mean([e.correct for e in episodes]), length_mean=mean(lengths),
+        length_max=max(lengths, default=None), finished=mean([e.finish_reason == "stop" for e in episodes]), groups=len(drawn),
+        groups_dropped=len(drawn) - n_kept,
+        **{key: mean([u[key] for u in updates]) for key in ("loss", "entropy", "ratio", "clip_fraction", "kl", "grad_norm")},
+        gap_k3=updates[0]["gap_k3"] if updates else None, gap_max=updates[0]["gap_max"] if updates else None,
+        trained_tokens=sum(u["trained_tokens"] for u in updates))
 
 
 def record(log, board, progress, tokenizer, step, row, drawn):
@@ -546,7 +558,7 @@ def record(log, board, progress, tokenizer, step, row, drawn):
                    prompt=tokenizer.decode(e.prompt), text=tokenizer.decode(e.tokens))
     if board:
         board.log({key: value for key, value in row.items() if value is not None}, step=step)
-    progress.line(step, f"reward {row['reward']:.3f}  solved {row['solved']:.3f}  length {row['length_mean']:.0f}  "
+    progress.line(step, f"reward {row['reward'] or 0:.3f}  solved {row['solved'] or 0:.3f}  length {row['length_mean'] or 0:.0f}  "
                   f"dropped {row['groups_dropped']}/{row['groups']}  gap {row['gap_k3'] or 0:.1e}  "
                   f"{row['rollout_s']:.1f} + {row['train_s']:.1f} s" + "".join(
                       f"  {key} {row[key]:.3f}" for key in ("eval_solved", "eval2x_solved") if row[key] is not None))

@@ -1,7 +1,7 @@
 """
 The supervised warm start: next-token loss on worked solutions, under the Prefix Sliding mask that will be used to sample.
 
-    python train_sft.py config/sft_passes.py                                      # the embedded task, from scratch, two minutes of a CPU
+    python train_sft.py config/sft_passes.py                                      # the embedded task, from scratch, on a CPU
     python train_sft.py --init_from=data/smollm2 --task=jsonl:solved.jsonl --window=512 --lr=1e-5 --batch_size=16
     python train_sft.py config/sft_passes.py --init_from=resume                   # go on where it was killed
 
@@ -11,7 +11,9 @@ Left out on purpose: packing of several sequences into one row, and truncation: 
 """
 init_from = "scratch"             # scratch (the embedded task only) | resume | a Hugging Face folder | a hub name
 out_dir = "out-sft"               # the run's folder: checkpoints and log
-task = "passes:impatient"         # where the solutions come from: passes:impatient | passes:4-60 | jsonl:<path>
+task = "passes:impatient"         # whose solutions: passes:impatient | passes:4-60 | reasoning_gym:<dataset> | jsonl:<path> | py:<file>
+system = ""                       # system message for the chat template, "" = none
+template_args = {}                # further arguments of the chat template, such as {"enable_thinking": False}
 n_layer = 4                       # for scratch: layers
 n_head = 4                        # for scratch: attention heads
 n_embd = 64                       # for scratch: width
@@ -30,9 +32,9 @@ beta2 = 0.95                      # AdamW's second decay rate
 clip = 1.0                        # largest gradient norm; 0 = no limit
 master_device: str | None = None  # where bfloat16 weights have their float32 masters: None = beside them | cpu
 checkpointing = False             # compute each layer anew in the backward, to save memory
-eval_every = 100                  # steps between evaluations on held-out solutions
+eval_every = 100                  # steps between evaluations on held-out solutions; 0 = never
 eval_size = 256                   # held-out solutions
-save_every = 200                  # steps between checkpoints
+save_every = 200                  # steps between checkpoints; 0 = at the end only
 seed = 1                          # of the weights and of the problems
 device = "auto"                   # auto (cuda, then mps, then cpu) | cpu | cuda | mps
 dtype = "auto"                    # auto (bfloat16 where the hardware has it, else float32) | float32 | bfloat16
@@ -50,7 +52,7 @@ import torch
 import training
 from checkpoint import local_folder
 from model import GPT, GPTConfig, device_and_dtype
-from tasks import load_task, write_passes_tokenizer
+from tasks import load_task, prompt_ids, write_passes_tokenizer
 from tokenizer import TOKENIZER_FILES, load_tokenizer
 
 
@@ -58,14 +60,14 @@ def encode(problem, tokenizer):
     """(ids of prompt, solution and end token; how many of them are the prompt's)"""
     if problem.solution is None:
         raise ValueError(f"task={task!r} has no worked solutions to learn from")
-    prompt = tokenizer.encode_chat([{"role": "user", "content": problem.prompt}])
-    return prompt + tokenizer.encode(problem.solution) + tokenizer.eos_ids[:1], len(prompt)
+    prompt = prompt_ids(problem, tokenizer, system, template_args)
+    return prompt + tokenizer.encode(problem.solution) + [tokenizer.eos_id], len(prompt)
 
 
 def batch_loss(model, batch):
     """Backward (where gradients are on) of the mean loss over the answer tokens of batch, [(ids, prompt length)]. -> (loss, share of
     these tokens that are the most probable ones)"""
-    total = training.all_reduce([sum(len(ids) - n for ids, n in batch)])[0]
+    total = max(training.all_reduce([sum(len(ids) - n for ids, n in batch)])[0], 1)
     loss = right = 0.0
     batch = sorted(batch, key=lambda item: len(item[0]))
     for i in range(0, len(batch), micro_batch):
@@ -76,12 +78,14 @@ def batch_loss(model, batch):
         mask = (at >= n_prompt[:, None] - 1) & (at < torch.tensor(lengths, device=idx.device)[:, None] - 1)       # (B, T - 1)
         P = n_prompt if prefix_len is None else prefix_len
         x = model.features(idx[:, :-1], P, window, rope=rope)[mask]                   # (n, n_embd)
-        logp, _ = training.token_logprobs(x, model.lm_head.weight, idx[:, 1:][mask])
+        targets = idx[:, 1:][mask]
+        logp, _ = training.token_logprobs(x, model.lm_head.weight, targets)
         part_loss = -logp.sum() / total
         if torch.is_grad_enabled():
             part_loss.backward()
         else:
-            right += (model.lm_head(x).argmax(-1) == idx[:, 1:][mask]).sum().item() / total
+            for y, t in zip(x.split(256), targets.split(256), strict=True):
+                right += (model.lm_head(y).argmax(-1) == t).sum().item() / total
         loss += part_loss.item()
     return training.all_reduce([loss, right])
 
@@ -97,12 +101,17 @@ def new_model(out):
 
 
 def main():
-    where, kind = device_and_dtype(device, dtype)
-    rank, world, where = training.start_processes(where)
-    source = load_task(task, seed)
+    training.check(globals(), ("batch_size", batch_size >= 1, "at least 1"), ("max_len", max_len >= 2, "at least 2"))
+    rank, world, name = training.start_processes(device)
+    where, kind = device_and_dtype(name, dtype)
+    source, others = load_task(task, seed), load_task(task, seed, held_out=True)
     if init_from == "scratch" and not task.startswith("passes"):
         raise ValueError(f"init_from='scratch' is for the embedded task, and task={task!r} needs a model that knows its language")
-    out, init, state = training.open_run(out_dir, init_from)
+    without = [i for i in range(source.size or 0) if source.problem(i).solution is None]
+    if without:
+        raise ValueError(f"task={task!r}: {len(without)} of {source.size} problems have no solution to learn from, the first of them is "
+                         f"{source.problem(without[0]).prompt[:60]!r}")
+    out, init, state = training.open_run(out_dir, init_from, "train_sft.py")
     if init == "scratch":
         model, init = new_model(out)
         model = model.to(where, kind)
@@ -115,8 +124,8 @@ def main():
     if state:
         optimizer.load(Path(init) / "optimizer.safetensors")
     log, stop, progress = training.Log(out, first) if rank == 0 else None, training.Stop(), training.Progress(first, max_steps)
-    others = load_task(task, seed, held_out=True)
     held_out = [encode(others.problem(i), tokenizer) for i in range(rank, min(eval_size, others.size or eval_size), world)]
+    held_out = [item for item in held_out if len(item[0]) <= max_len]
     step, loss, evaluation = first - 1, None, {}
     for step in range(first, max_steps):
         began, batch, skipped = time.perf_counter(), [], 0
@@ -132,7 +141,7 @@ def main():
         norm = optimizer.step(rate, clip)
         seconds = time.perf_counter() - began
         evaluation = {}
-        if (step + 1) % eval_every == 0 or step + 1 == max_steps:
+        if eval_every and ((step + 1) % eval_every == 0 or step + 1 == max_steps):
             with torch.no_grad():
                 evaluation = dict(zip(("eval_loss", "eval_right"), batch_loss(model, held_out), strict=True))
         if rank == 0:
@@ -141,8 +150,8 @@ def main():
             if evaluation or step % 10 == 0:
                 progress.line(step, f"loss {loss:.3f}" + "".join(f"  {key} {value:.4f}" for key, value in evaluation.items()))
         stopping = bool(stop)
-        if rank == 0 and ((step + 1) % save_every == 0 or step + 1 == max_steps or stopping):
-            training.save_run(out, step + 1, model, optimizer, dict(cursor=cursor), folder)
+        if rank == 0 and (save_every and (step + 1) % save_every == 0 or step + 1 == max_steps or stopping):
+            training.save_run(out, step + 1, model, optimizer, dict(script="train_sft.py", cursor=cursor), folder)
         if stopping:
             break
     if rank == 0:

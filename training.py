@@ -13,8 +13,10 @@ run is killed, one whole checkpoint is there. On resume the logs are cut back to
 hidden state (problems and samples are numbered), the run goes on as if it had never stopped.
 """
 import csv
+import datetime
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -70,7 +72,10 @@ class Optimizer:
         self.params = dict(model.named_parameters())
         if any(p.dtype == torch.float16 for p in self.params.values()):
             raise ValueError("float16 has too little range for gradients: train in bfloat16 or float32")
-        device = torch.device(master_device or next(iter(self.params.values())).device)
+        try:
+            device = torch.device(master_device or next(iter(self.params.values())).device)
+        except RuntimeError:
+            raise ValueError(f"master_device={master_device!r}: None (beside the weights) or a device such as cpu") from None
         self.has_masters = any(p.dtype == torch.bfloat16 for p in self.params.values())
         self.masters = self.params
         if self.has_masters:
@@ -127,7 +132,7 @@ class Optimizer:
         with safe_open(path, framework="pt") as file, torch.no_grad():
             stored = set(file.keys())
             for name, p in self.masters.items():
-                if self.has_masters and f"master.{name}" in stored:
+                if f"master.{name}" in stored:                                        # also where the run goes on in float32
                     p.copy_(file.get_tensor(f"master.{name}"))
                 state = {key: file.get_tensor(f"{key}.{name}") for key in ("step", "exp_avg", "exp_avg_sq") if f"{key}.{name}" in stored}
                 if state:
@@ -147,14 +152,16 @@ def learning_rate(step, lr, warmup_steps, schedule, max_steps):
 # several processes, as torchrun starts them
 
 def start_processes(device):
-    """(rank, number of processes, this one's device). Without torchrun (0, 1, device)."""
+    """(rank, number of processes, the name of this one's device). Without torchrun (0, 1, device)."""
     world = int(os.environ.get("WORLD_SIZE", 1))
     if world == 1:
         return 0, 1, device
-    if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    cuda = device == "cuda" or device == "auto" and torch.cuda.is_available()
+    if cuda:
+        device = f"cuda:{os.environ['LOCAL_RANK']}"
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    # rollouts of one process may take hours longer than those of another
+    dist.init_process_group("nccl" if cuda else "gloo", timeout=datetime.timedelta(days=7))
     return dist.get_rank(), world, device
 
 
@@ -184,7 +191,8 @@ def gather(items):
 # runs that can be killed
 
 class Stop:
-    """True once SIGINT or SIGTERM came to any process: the step is finished and saved then. A second SIGINT does not wait."""
+    """True once SIGINT or SIGTERM came to any process: the step is finished and saved then. A second SIGINT does not wait. (torchrun
+    itself kills its processes 30 seconds after a signal: steps that take longer are repeated on resume.)"""
 
     def __init__(self):
         self.asked = False
@@ -201,14 +209,20 @@ class Stop:
         return all_reduce([float(self.asked)], "max")[0] > 0
 
 
-def open_run(out_dir, init_from):
+def open_run(out_dir, init_from, script):
     """(folder of the run, folder or hub name of the model, state of the run or None) for init_from = "resume" or a model. Raises
-    ValueError if there is a run that would be overwritten, FileNotFoundError if there is none to resume."""
+    ValueError if there is a run that would be overwritten or that another script made, FileNotFoundError if there is none to resume."""
     out, last = Path(out_dir), Path(out_dir) / "last"
     if init_from == "resume":
         if not last.exists():
             raise FileNotFoundError(f"out_dir={out_dir!r} holds no checkpoint to resume from")
-        return out, last, read_json(last / "state.json")
+        state = read_json(last / "state.json")
+        if state.get("script") != script:
+            raise ValueError(f"out_dir={out_dir!r} holds a run of {state.get('script')}, not of {script}: to train its weights on, use "
+                             f"--init_from={last} and another --out_dir")
+        return out, last, state
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"out_dir={out_dir!r} is a file")
     if last.exists():
         raise ValueError(f"out_dir={out_dir!r} holds a run already: go on with --init_from=resume, or name another --out_dir")
     out.mkdir(parents=True, exist_ok=True)
@@ -226,7 +240,8 @@ def save_run(out, step, model, optimizer, state, tokenizer_folder):
     for pattern in TOKENIZER_FILES:
         for path in tokenizer_folder.glob(pattern):
             if path.name != "config.json":
-                shutil.copyfile(path, tmp / path.name)
+                with replacing(tmp / path.name) as file:
+                    shutil.copyfile(path, file)
     optimizer.save(tmp / "optimizer.safetensors")
     with replacing(tmp / "state.json") as file:
         file.write_text(json.dumps(state | {"step": step}) + "\n", encoding="utf-8")
@@ -237,8 +252,8 @@ def save_run(out, step, model, optimizer, state, tokenizer_folder):
     new.symlink_to(folder.name)
     new.replace(link)
     sync(out)
-    for old in out.glob("step_*"):
-        if old != folder:
+    for old in out.iterdir():
+        if old != folder and old.is_dir() and re.fullmatch(r"step_\d{6,}", old.name):
             shutil.rmtree(old)
 
 
@@ -259,8 +274,8 @@ class Log:
             with open(self.rows, encoding="utf-8", newline="") as file:
                 whole = [row for row in csv.DictReader(file) if None not in row.values() and row["step"].isdigit()]
             old = [row for row in whole if int(row["step"]) < step]
-        lines = [line for line in self.samples.read_text(encoding="utf-8").splitlines(keepends=True)
-                 if line.endswith("\n") and json.loads(line)["step"] < step] if self.samples.exists() and step else []
+        lines = self.samples.read_bytes().split(b"\n")[:-1] if self.samples.exists() and step else []        # the last may be cut
+        lines = [line for line in lines if json.loads(line)["step"] < step]
         self.columns = list(old[0]) if old else None
         with replacing(self.rows) as path, open(path, "w", encoding="utf-8", newline="") as file:
             if old:
@@ -268,7 +283,7 @@ class Log:
                 writer.writeheader()
                 writer.writerows(old)
         with replacing(self.samples) as path:
-            path.write_text("".join(lines), encoding="utf-8")
+            path.write_bytes(b"".join(line + b"\n" for line in lines))
 
     def row(self, **values):
         """Append a row; floats to six digits. Every row has the columns of the first."""
@@ -296,3 +311,16 @@ class Progress:
 
     def line(self, step, text):
         print(f"step {step + 1}/{self.max_steps}  {text}  {self.remaining_s(step) / 60:.1f} min left", file=sys.stderr, flush=True)
+
+
+def check(keys, *rules):
+    """ValueError for the first rule (key, whether its value is right, what would be right) that does not hold. keys: the globals()."""
+    whole = [(key, keys[key] >= least, f"at least {least}") for least, names in (
+        (1, ("micro_batch", "eval_size")), (0, ("max_steps", "warmup_steps", "save_every", "eval_every", "clip", "lr", "weight_decay")))
+        for key in names]
+    for key, right, what in (*whole, ("schedule", keys["schedule"] in ("constant", "linear"), "constant or linear"),
+                             ("beta2", 0 <= keys["beta2"] < 1, "at least 0 and below 1"),
+                             ("prefix_len", keys["prefix_len"] is None or keys["prefix_len"] >= 0, "None (the whole prompt) or at least 0"),
+                             ("seed", abs(keys["seed"]) < 2**63, "of 64 bits"), *rules):
+        if not right:
+            raise ValueError(f"{key}={keys[key]!r}: must be {what}")

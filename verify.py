@@ -111,7 +111,7 @@ def judge(dataset=None, settings=None):
         return verify(right, found, timeout_seconds=None)
 
     def arithmetic(code, *scopes):
-        nodes = "Expression Constant List Tuple Load UnaryOp UAdd USub BinOp Add Sub Mult Div Pow Call Name".split()
+        nodes = "Expression Constant List Tuple Load UnaryOp UAdd USub BinOp Add Sub Mult Div Pow LShift RShift Call Name".split()
         names = r"[a-zA-Z]|Symbol|Integer|Float|Rational|pi|sqrt|exp|log|ln|a?(sin|cos|tan|cot|sec|csc)h?"
         for node in ast.walk(ast.parse(code, mode="eval")):
             if type(node).__name__ not in nodes or isinstance(node, ast.Name) and not re.fullmatch(names, node.id):

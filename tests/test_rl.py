@@ -10,6 +10,7 @@ import train_rl
 import training
 from attn_kernel import visible
 from engine import generate
+from tasks import Problem, Task
 from train_rl import Episode, advantages, k3, policy_loss, segments, update_policy
 
 CONFIGURATION = dict(vars(train_rl))
@@ -92,6 +93,12 @@ def test_grpo_by_hand():
     assert losses("grpo", [0.5, 0.9, 1.1, 2.0, 5.0], -2.0) == [
         pytest.approx([1.6, 1.8, 2.2, 4.0, 8.0]), pytest.approx([0, 1.8, 2.2, 4.0, 0]), [True, False, False, False, True]]
     assert losses("grpo", [0.1, 9.0], 0.0)[2] == [False, False]                       # nothing to clip
+
+
+def test_both_sides_of_the_clip(monkeypatch):
+    monkeypatch.setattr(train_rl, "eps_high", 0.5)
+    assert losses("grpo", [0.7, 1.4, 1.6], 1.0)[0] == pytest.approx([-0.7, -1.4, -1.5])
+    assert losses("grpo", [0.7, 1.4, 1.6], -1.0)[0] == pytest.approx([0.8, 1.4, 1.6])
 
 
 def test_masked_is_by_hand():
@@ -323,18 +330,70 @@ def test_the_gap_of_an_exact_trainer_is_zero(configure):
     assert gradients(model, episodes)[1]["gap_max"] > 0.01                            # scored at another temperature than sampled
 
 
+WINDOWS = [6, [6, 3, 5], [None, 6, 6], [6, None, 4], 1000]
+
+
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize("prefix_len", [None, 0, 2, 9, 10**6])
+def test_carry_is_exact_for_every_prefix_and_window(configure, prefix_len, window):
+    """Rows of unequal length in one micro-batch, windows that differ from layer to layer, prefixes shorter and longer than the prompt;
+    and the reference of the KL is carried as the model is: its distance to itself is 0."""
+    model = tiny_gpt(qk_norm=True)
+    for rope in ("continue", "reset"):
+        done = generate(model, [[1, 2, 3, 4, 9, 9], [5, 6, 7], [8] * 14], [40, 20, 5], window=window, prefix_len=prefix_len, rope=rope,
+                        temperature=0.7, top_p=1.0, seed=3)
+        episodes = [Episode(**vars(c), advantage=1.0) for c in done]
+        for loss_on in ("tail", "all"):
+            configure(window=window, prefix_len=prefix_len, rope=rope, context_mult=1, carry=True, temperature=0.7, loss_on=loss_on,
+                      micro_batch=3, CARRY_CHUNK=5)
+            metrics = gradients(model, episodes, reference=model)[1]
+            assert metrics["gap_max"] < 1e-9 and metrics["kl"] < 1e-12
+
+
+@pytest.mark.parametrize("prefix_len", [None, 0, 2, 9, 40])
+def test_cut_contexts_for_every_prefix(configure, prefix_len):
+    """Without carry: a dense forward over ids[:P] + ids[start:stop] with true positions."""
+    model, episodes = tiny_gpt(qk_norm=True), some_episodes()
+    for loss_on, m in (("tail", 1), ("tail", 3), ("all", 1), ("all", 3)):
+        configure(window=6, prefix_len=prefix_len, context_mult=m, carry=False, temperature=0.7, loss_on=loss_on)
+        for e in episodes:
+            P, ids = len(e.prompt) if prefix_len is None else prefix_len, e.prompt + e.tokens
+            for s in segments(len(e.prompt), len(e.tokens), P, 6, m, False, loss_on):
+                idx = (ids[:P] if s.start else []) + ids[s.start:s.stop]
+                positions = torch.tensor([[*range(P if s.start else 0), *range(s.start, s.stop)]])
+                want = (model(torch.tensor([idx]), P, 6, positions=positions)[0] / 0.7).log_softmax(-1)
+                n = s.stop + 1 - s.first
+                want = want[torch.arange(len(idx) - n, len(idx)), ids[s.first:s.stop + 1]]
+                logp, entropy, mask = train_rl.segment_logprobs(model, [(e, s)], None, [0])
+                torch.testing.assert_close(logp[0], want, rtol=1e-9, atol=1e-12)
+                assert mask[0].tolist() == train_rl.trained(e, s) and (entropy[~mask] == 0).all() and (entropy[mask] > 0).all()
+
+
 def test_nothing_to_train_on(configure):
-    """All completions masked: loss 0, finite gradients of 0; the denominator counts what the numerator counts."""
-    model, episodes = tiny_gpt(), some_episodes()
-    configure(window=6, truncated="drop")
-    for p in model.parameters():
-        p.grad = torch.zeros_like(p)
+    """All completions masked: no step is made, not even by the momentum of earlier ones; else only those that count are counted."""
+    model, episodes = tiny_gpt(dtype=torch.float32), some_episodes()
+    optimizer = training.Optimizer(model, lr=1e-2)
+    configure(window=6, truncated="drop", normalise="sequence")
+    assert update_policy(model, optimizer, episodes, 1e-2)["trained_tokens"] > 0
+    before = model.lm_head.weight.clone()
     for e in episodes:
         e.finish_reason = "length"
-    grads, metrics = gradients(model, episodes)
-    assert metrics["loss"] == 0 == metrics["trained_tokens"] and all((g == 0).all() for g in grads.values())
-    episodes[0].finish_reason = "stop"
-    assert gradients(model, episodes)[1]["trained_tokens"] == sum(episodes[0].sampled)
+    assert update_policy(model, optimizer, episodes, 1e-2) is None is update_policy(model, optimizer, [], 1e-2)
+    assert model.lm_head.weight.equal(before)
+    episodes[2].finish_reason = "stop"
+    assert gradients(model, episodes)[1]["trained_tokens"] == sum(episodes[2].sampled[-6:])
+    assert train_rl.token_weights([4, 0], 10) == [0.25, 0]
+
+
+@pytest.mark.parametrize("normalise", ["token", "fixed", "sequence"])
+def test_the_loss_of_a_step_by_hand(configure, normalise):
+    """Tails of 3 and 6 of at most 6 tokens, advantages 1.5 and 0.5, ratios 1: the weighted advantages, negated."""
+    model = tiny_gpt()
+    done = generate(model, [[1, 2, 3], [4, 5, 6]], [3, 20], window=6, temperature=1.0, top_p=1.0)
+    episodes = [Episode(**vars(c), advantage=a) for c, a in zip(done, (1.5, 0.5), strict=True)]
+    configure(window=6, max_new_tokens=20, carry=True, normalise=normalise)
+    want = {"token": (3 * 1.5 + 6 * 0.5) / 9, "sequence": (1.5 + 0.5) / 2, "fixed": (3 * 1.5 + 6 * 0.5) / (2 * 6)}[normalise]
+    assert gradients(model, episodes)[1]["loss"] == pytest.approx(-want)
 
 
 def test_reference_kl(configure):
@@ -347,3 +406,73 @@ def test_reference_kl(configure):
         grads, metrics = gradients(model, episodes, reference=other)
         assert metrics["kl"] > 0.01 and metrics["loss"] == pytest.approx(without["loss"] + 0.1 * metrics["kl"])
         assert all(not torch.allclose(grads[name], plain[name]) for name in plain)
+
+    e, P = some_episodes(1, lengths=(40,))[0], 5                                      # by two whole dense forwards
+    configure(window=6, context_mult=1, carry=True, loss_on="all", temperature=1.0)
+    ids = e.prompt + e.tokens
+    mine, theirs = (m(torch.tensor([ids]), P, 6)[0, P - 1:-1].log_softmax(-1)[torch.arange(40), e.tokens] for m in (model, other))
+    d, old = (theirs - mine)[torch.tensor(e.sampled)], (mine - torch.tensor(e.logprobs, dtype=torch.float64))[torch.tensor(e.sampled)]
+    metrics = gradients(model, [e], reference=other)[1]
+    assert metrics["kl"] == pytest.approx((d.exp() - 1 - d).mean().item())
+    assert metrics["gap_k3"] == pytest.approx((old.exp() - 1 - old).mean().item())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# rollouts
+
+class Words:
+    """A tokenizer for a model of 61 tokens: the token n is the word "n"."""
+    eos_ids, n_vocab = [7, 9], 61
+
+    def encode_chat(self, messages, **template_args):
+        return [int(x) for x in " ".join(m["content"] for m in messages).split()]
+
+    def decode(self, ids):
+        return " ".join(map(str, ids))
+
+
+def stub_task(seen=None, score=lambda problem, text, tokens, finish_reason: len(set(tokens)) % 2):
+    def noted(problem, text, tokens, finish_reason):
+        if seen is not None:
+            seen.append((problem, text, tokens, finish_reason))
+        return score(problem, text, tokens, finish_reason)
+    return Task("stub", lambda i: Problem(f"{i % 50} 3 4", i), noted)
+
+
+def test_rollout(configure):
+    """The scorer sees neither the end token nor the prompt; groups are compared among themselves; truncated="zero" zeroes the cut ones
+    only; every completion is that of its own stream, and of no other's."""
+    model, seen = tiny_gpt(), []
+    configure(window=6, max_new_tokens=12, group_size=4, temperature=1.0, system="1 2", reward={"correct": 2.0, "overlong": 1.0},
+              overlong_margin=4, truncated="zero", rows=3)
+    groups = train_rl.rollout(model, Words(), stub_task(seen), [5, 60], step=3)
+    assert [[e.problem for e in g] for g in groups] == [[5] * 4, [60] * 4] and [e.step for e in groups[0]] == [3] * 4
+    assert {e.finish_reason for g in groups for e in g} == {"stop", "length"}
+    for (problem, text, tokens, reason), e in zip(seen, [e for g in groups for e in g], strict=True):
+        assert e.prompt == [1, 2, problem.answer % 50, 3, 4] and problem.answer == e.problem and reason == e.finish_reason
+        assert tokens == (e.tokens[:-1] if reason == "stop" else e.tokens) and text == Words().decode(tokens)
+        assert e.correct == len(set(tokens)) % 2
+        overlong = 0 if len(e.tokens) <= 8 else -(len(e.tokens) - 8) / 4
+        assert e.reward == (0 if reason == "length" else 2 * e.correct + overlong)
+    for g in groups:
+        assert [e.advantage for e in g] == advantages([e.reward for e in g], False)
+    assert len({tuple(e.tokens) for g in groups for e in g}) > 6
+    alone = train_rl.rollout(model, Words(), stub_task(), [60], step=3)
+    assert [e.tokens for e in alone[0]] == [e.tokens for e in groups[1]]
+    held_out = [train_rl.sample_seed(-1 - n) for n in range(100)]
+    assert not {train_rl.sample_seed(n) for n in range(1000)} & set(held_out)
+
+
+def test_collect(configure):
+    """Groups without signal are dropped and others drawn, as often as max_draws allows."""
+    def only_odd(problem, text, tokens, finish_reason):
+        return len(set(tokens)) % 2 if problem.answer % 2 else 1.0
+    configure(window=6, max_new_tokens=12, group_size=6, batch_prompts=4, max_draws=2, filter_groups=True)
+    kept, drawn, cursor = train_rl.collect(tiny_gpt(), Words(), stub_task(score=only_odd), 10)
+    assert [g[0].problem for g in kept] == [11, 13, 15] and [g[0].problem for g in drawn] == [10, 11, 12, 13, 14, 15] and cursor == 16
+    configure(max_draws=9)
+    kept, drawn, cursor = train_rl.collect(tiny_gpt(), Words(), stub_task(score=only_odd), 10)
+    assert [g[0].problem for g in kept] == [11, 13, 15, 17] and cursor == 18
+    configure(filter_groups=False)
+    kept, drawn, cursor = train_rl.collect(tiny_gpt(), Words(), stub_task(score=only_odd), 10)
+    assert kept == drawn and [g[0].problem for g in kept] == [10, 11, 12, 13] and cursor == 14

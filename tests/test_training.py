@@ -15,9 +15,10 @@ from conftest import ROOT
 from safetensors import safe_open
 from util import tiny_gpt
 
+import train_sft
 import training
 from model import GPT, GPTConfig
-from tasks import load_task, write_passes_tokenizer
+from tasks import Problem, load_task, write_passes_tokenizer
 from tokenizer import load_tokenizer
 
 TIMES = {"tokens_per_s", "rollout_tokens_per_s", "train_tokens_per_s", "rollout_s", "train_s", "peak_memory_bytes", "remaining_s"}
@@ -146,6 +147,65 @@ def test_learning_rates_by_hand():
     assert [training.learning_rate(s, 1.0, 0, "constant", 12) for s in (0, 11)] == [1, 1]
 
 
+def test_what_a_log_holds_is_cut_back_line_by_line(tmp_path):
+    """Characters that Python takes for ends of lines, and JSON does not, may stand in what a model wrote; the last line may be cut."""
+    log = training.Log(tmp_path, 0)
+    for step in range(3):
+        log.row(step=step, loss=0.5, empty=None)
+        log.sample(step=step, text="a\x85b\u2028c\u2029d\x0be")
+    with open(tmp_path / "samples.jsonl", "a", encoding="utf-8") as file:
+        file.write('{"step": 1, "te')
+    log = training.Log(tmp_path, 2)
+    log.row(step=2, loss=0.25, empty=1)
+    assert [json.loads(line)["step"] for line in (tmp_path / "samples.jsonl").read_bytes().split(b"\n")[:-1]] == [0, 1]
+    assert (tmp_path / "log.csv").read_text() == "step,loss,empty\n0,0.5,\n1,0.5,\n2,0.25,1\n"
+
+
+def test_a_checkpoint_is_synced_before_it_is_the_last(tmp_path, monkeypatch):
+    """Everything in it first, then its name, then the link; folders that are not checkpoints stay."""
+    write_passes_tokenizer(tmp_path / "tokenizer")
+    model, done = tiny_gpt(dtype=torch.float32), []
+    optimizer = training.Optimizer(model, lr=1e-3)
+    (tmp_path / "step_000001_best").mkdir()
+    (tmp_path / "step_notes.txt").write_text("mine")
+    monkeypatch.setattr(training, "sync", lambda folder: done.append((folder.name, sorted(p.name for p in tmp_path.glob("*")))))
+    for step in (1, 2):
+        training.save_run(tmp_path, step, model, optimizer, {}, tmp_path / "tokenizer")
+    kept = ["step_000001_best", "step_notes.txt", "tokenizer"]
+    assert done[2] == ("saving.tmp", sorted(["last", "saving.tmp", "step_000001", *kept]))
+    assert done[3] == (tmp_path.name, sorted(["last", "step_000001", "step_000002", *kept]))
+    assert sorted(p.name for p in tmp_path.glob("*")) == sorted(["last", "step_000002", *kept])
+    assert (tmp_path / "last").resolve().name == "step_000002"
+
+
+@pytest.mark.parametrize("prefix_len", [None, 3])
+def test_the_loss_of_the_warm_start(monkeypatch, prefix_len):
+    """Against a loss written out token by token: every answer token and the end token, no prompt token, whatever the micro-batches."""
+    model, batch = tiny_gpt(), [([1, 2, 3, 4, 5, 6, 7, 8, 9], 4), ([9, 8, 7, 6, 5], 2), ([3, 1, 4], 2)]
+    monkeypatch.setattr(train_sft, "window", 3)
+    monkeypatch.setattr(train_sft, "prefix_len", prefix_len)
+    want = 0.0
+    for ids, n in batch:
+        logp = model(torch.tensor([ids]), n if prefix_len is None else prefix_len, 3, rope="reset")[0].log_softmax(-1)
+        want = want - sum(logp[t - 1, ids[t]] for t in range(n, len(ids))) / 9
+    grads = torch.autograd.grad(want, list(model.parameters()))
+    for size in (1, 2, 3):
+        monkeypatch.setattr(train_sft, "micro_batch", size)
+        loss, _ = train_sft.batch_loss(model, batch)
+        assert loss == pytest.approx(want.item())
+        assert all(torch.allclose(p.grad, g, rtol=1e-9, atol=1e-12) for p, g in zip(model.parameters(), grads, strict=True))
+        model.zero_grad()
+
+
+def test_a_solution_ends_with_the_end_token(smollm2):
+    tokenizer = load_tokenizer(smollm2)
+    ids, n = train_sft.encode(Problem("1 + 1?", "2", "It is 2."), tokenizer)
+    assert ids[-1] == tokenizer.eos_id == tokenizer.token_id("<|im_end|>") and tokenizer.decode(ids[n:-1]) == "It is 2."
+    assert tokenizer.decode(ids[:n]).endswith("1 + 1?<|im_end|>\n<|im_start|>assistant\n")
+    with pytest.raises(ValueError, match="no worked solutions"):
+        train_sft.encode(Problem("1 + 1?", "2"), tokenizer)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # runs
 
@@ -252,13 +312,18 @@ def test_wrong_inputs(untrained, tmp_path):
         ([*rl, "--reward={'speed': 1.0}"], "speed"),
         ([*rl, "--dtype=float16"], "float16 has too little range"),
         ([*SFT, out, "--task=reasoning_gym:chain_sum"], "init_from='scratch' is for the embedded task"),
-        ([*SFT, out, "--schedule=cosine"], "schedule='cosine'")]
-    for some in zip(cases[::2], [*cases[1::2], None], strict=True):                   # two at a time
-        for (args, what), process in [(case, start(case[0])) for case in some if case]:
+        ([*SFT, out, "--schedule=cosine"], "schedule='cosine'"),
+        ([*SFT, out, "--micro_batch=0"], "micro_batch=0: must be at least 1"),
+        ([*rl, "--master_device=gpu"], "master_device='gpu'"),
+        ([*rl, "--reward={'length': 1.0}"], "needs length_targets"),
+        ([*RL, f"--init_from={untrained}", f"--out_dir={untrained}/config.json"], "is a file")]
+    for k in range(0, len(cases), 2):                                                 # two at a time
+        for (args, what), process in [(case, start(case[0])) for case in cases[k:k + 2]]:
             assert what in said(process), args
     (tmp_path / "out").mkdir(exist_ok=True)
     script([*rl, "--max_steps=1"])
     assert "holds a run already" in said(start(rl))
+    assert "holds a run of train_rl.py, not of train_sft.py" in said(start([*SFT, out, "--init_from=resume"]))
 
 
 def test_the_plan(untrained, tmp_path):
