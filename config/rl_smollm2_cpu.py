@@ -1,5 +1,6 @@
 # GRPO on real weights and two cores of a CPU: SmolLM2-135M-Instruct adds and subtracts digits, after config/sft_smollm2_cpu.py.
 #     python train_rl.py config/rl_smollm2_cpu.py
+# Hardware: two cores, 6 GB of memory. Time: about 16 minutes. Expected: mean reward of five steps from 0.37 to 0.79.
 init_from = "out-sft-smollm2/last"
 out_dir = "out-rl-smollm2"
 task = "reasoning_gym:chain_sum?min_terms=2&max_terms=2&min_digits=1&max_digits=1"
