@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
+from tasks import load_task
+
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.S)
 
@@ -40,3 +42,13 @@ def test_commands_name_what_exists():
 def test_files_of_the_map_exist():
     for name in re.findall(r"^\| `([\w./<>]+)`", README.split("## Files")[1].split("##")[0], re.M):
         assert (ROOT / name).exists(), name
+
+
+def test_the_example_of_an_own_task(tmp_path):
+    block, = re.findall(r"```py\n(.*?)```", README, re.S)
+    (tmp_path / "mine.py").write_text(block, encoding="utf-8")
+    source = load_task(f"py:{tmp_path / 'mine.py'}", 3)
+    for problem in map(source.problem, range(20)):
+        a, b = map(int, re.match(r"What is (\d+) \* (\d+)\?", problem.prompt).groups())
+        assert problem.answer == a * b
+        assert [source.score(problem, text, [], "stop") for text in (f"It is {a * b}.", f"{a * b + 1}", "")] == [1, 0, 0]
