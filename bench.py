@@ -392,23 +392,26 @@ def batching():
     """Sequences whose lengths are log-uniform over a factor of ten: rows that are refilled as they finish, against batches of as many
     rows that all run until the longest of them is done."""
     where, kind = device_and_dtype(device, dtype)
-    W, n_rows, n = windows[0] if windows else 256, 8 if rows is None else rows, 5 * (8 if rows is None else rows)
+    W, n_rows = windows[0] if windows else 256, 8 if rows is None else rows
     if not whole(W, n_rows):
         raise ValueError(f"windows=({W!r},) and rows={n_rows} are whole numbers of at least 1")
-    model, generator = GPT.from_pretrained(init_from, dtype=kind, device=where), torch.Generator().manual_seed(0)
-    limits = [int(32 * 10**u) for u in torch.rand(n, generator=generator).tolist()]
+    model, n, generator = GPT.from_pretrained(init_from, dtype=kind, device=where), 8 * n_rows, torch.Generator().manual_seed(0)
+    limits = [int(16 * 10**u) for u in torch.rand(n, generator=generator).tolist()]
     prompts = torch.randint(model.config.vocab_size, (n, 16), generator=generator).tolist()
-    seconds_of = dict(continuous=0.0, static=0.0)
+
+    def timed(prompts, limits):
+        stats, began = {}, time.perf_counter()
+        generate(model, prompts, limits, window=W, rows=n_rows, stats=stats)
+        return stats["decode_steps"], time.perf_counter() - began
+
+    static = []
     for a in range(0, n, n_rows):
         print(f"static batches: {a} of {n} done".ljust(60), end="\r", file=sys.stderr, flush=True)
-        began = time.perf_counter()
-        generate(model, prompts[a:a + n_rows], max(limits[a:a + n_rows]), window=W)
-        seconds_of["static"] += time.perf_counter() - began
-    began = time.perf_counter()
-    generate(model, prompts, limits, window=W, rows=n_rows)
-    seconds_of["continuous"] = time.perf_counter() - began
-    table = [rounded(batches=name, useful_tokens=sum(limits), s=s, tokens_per_s=sum(limits) / s) for name, s in seconds_of.items()]
-    ratio = seconds_of["static"] / seconds_of["continuous"]
+        static.append(timed(prompts[a:a + n_rows], max(limits[a:a + n_rows])))
+    totals = dict(static=[sum(x) for x in zip(*static, strict=True)], continuous=timed(prompts, limits))
+    table = [rounded(batches=name, useful_tokens=sum(limits), steps=steps, s=s, tokens_per_s=sum(limits) / s)
+             for name, (steps, s) in totals.items()]
+    ratio = totals["static"][1] / totals["continuous"][1]
     print(f"{init_from} on {where}, {str(kind)[6:]}: {n} sequences of {min(limits)} to {max(limits)} new tokens, {n_rows} rows, W={W}")
     print_table(table)
     print(f"continuous batching gives {ratio:.2f} times the tokens/s of static batches")
