@@ -8,7 +8,7 @@ How fast, and in how much memory. The first argument says what:
     python bench.py gap                                           # the trainer's log-probabilities against the sampler's
     python bench.py train                                         # a training step with carry: memory against length
     python bench.py batching                                      # rows refilled as they finish against static batches
-    python bench.py traces --init_from=out-demo/rl/last           # the embedded task at traces of up to 100,000 tokens
+    python bench.py traces --init_from=out-rl-passes/last         # the embedded task at traces of up to 100,000 tokens
 
 kernel: forward, backward and one step of decoding for every length and window, by
     ours         prefix + window by attn_kernel.py: Triton on CUDA, the block-sparse PyTorch path elsewhere

@@ -1,8 +1,8 @@
 """
 Pictures of what was measured, from the files that the other scripts leave behind.
 
-    python figures.py curve                                                          # reward and length of out-rl/log.csv
-    python figures.py curve --logs=out-demo/rl/log.csv,out-vanilla/log.csv --labels="prefix + window,window alone" --out=docs/rl.svg
+    python figures.py curve --logs=out-rl-passes/log.csv                             # reward and length, into curve.png
+    python figures.py curve --logs=out-a/log.csv,out-b/log.csv --labels="prefix and window,window alone" --out=rl.svg
 
 curve: share solved and mean trace length against the step, one line per log of train_rl.py; dots are held-out problems.
 """
@@ -49,8 +49,10 @@ def curve():
     fig, axes = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
     for path, name in zip(paths, names, strict=True):
         log = read_log(path)
+        if not log.get("solved"):
+            raise ValueError(f"{path} has no column solved: it is no log of train_rl.py")
         for ax, column, held_out in zip(axes, ("solved", "length_mean"), ("eval_solved", "eval_length"), strict=True):
-            line, = ax.plot(*zip(*log[column], strict=True), label=name) if log.get(column) else ax.plot([])
+            line, = ax.plot(*zip(*log[column], strict=True), label=name)
             if log.get(held_out):
                 ax.plot(*zip(*log[held_out], strict=True), "o", color=line.get_color())
     for ax, title in zip(axes, ("share solved", "tokens per trace"), strict=True):

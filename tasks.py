@@ -11,8 +11,8 @@ A task is a source of numbered problems and a scorer. The names that scripts tak
     reasoning_gym:<dataset>  the generated datasets of the package reasoning-gym, scored by its own scorers; with settings:
                              reasoning_gym:chain_sum?min_terms=2&max_terms=3. A solution is the bare answer: it teaches the form
     jsonl:<path>             a line per problem, {"question": ..., "answer": ...}, answers checked by math-verify, or letters if there
-                             are "choices"; "solution" (a worked text) is what train_sft.py learns from; every 20th line is held out
-    py:<file>                a Python file with problem(i, seed) -> (prompt, answer) or a Problem, score(problem, text, tokens,
+                             are "choices"; "solution" (a worked text) is what train_sft.py learns from; lines 1, 21, 41, ... are held out
+    py:<file>                a Python file with problem(i, seed) -> (prompt, answer) or a tasks.Problem, score(problem, text, tokens,
                              finish_reason) -> 0 to 1 and, if its problems have an end, `size`
 
 The embedded task is made to need what Prefix Sliding keeps. Eleven people pass a ball, one pass a second; the prompt says who throws to
@@ -385,15 +385,21 @@ def python_file(name, detail, seed, held_out, longer):
     if size is not None and type(size) is not int:
         raise ValueError(f"{path}: size must be a whole number or None, not {size!r}")
 
+    def called(function, *args):
+        try:
+            return function(*args)
+        except Exception as error:  # anybody's Python again
+            raise ValueError(f"{path}: {function.__name__} raised {type(error).__name__}: {error}") from error
+
     def problem(i, seed):
-        made = module.problem(i, seed)
+        made = called(module.problem, i, seed)
         problem = Problem(*made) if isinstance(made, tuple) and len(made) == 2 else made
         if not isinstance(problem, Problem) or not isinstance(problem.prompt, str):
             raise ValueError(f"{path}: problem({i}, {seed}) must return (prompt, answer) or a Problem, not {made!r:.80}")
         return problem
 
     def score(*args):
-        score = module.score(*args)
+        score = called(module.score, *args)
         if not isinstance(score, Real) or not 0 <= score <= 1:
             raise ValueError(f"{path}: score must return a number from 0 to 1, not {score!r:.80}")
         return float(score)

@@ -2,7 +2,7 @@
 Reinforcement learning (GRPO, arXiv 2402.03300) on traces of any length, in memory that does not grow with them.
 
     python train_rl.py config/rl_passes.py                                   # the embedded task, after config/sft_passes.py
-    python train_rl.py config/rl_smollm2_cpu.py                              # real weights on a laptop's CPU
+    python train_rl.py config/rl_smollm2_cpu.py                              # real weights on a CPU, after config/sft_smollm2_cpu.py
     torchrun --nproc_per_node=4 train_rl.py config/rl_qwen3_1p7b_80gb.py     # rollouts and gradients divided over 4 GPUs
     python train_rl.py config/rl_qwen3_1p7b_80gb.py --plan=True              # where the memory will go, and one step to prove it
     python train_rl.py config/rl_passes.py --init_from=resume                # go on where it was killed
@@ -12,12 +12,13 @@ One step:
   2. score them; the advantage of a completion is its reward minus the mean of its group
   3. drop the groups whose rewards are all equal, and draw others until the batch is full
   4. `segments` cuts each completion into what the trainer sees: by default the prefix and the last context_mult windows
-  5. log-probabilities of the last window under the current weights, and their ratio to those that the sampler recorded
+  5. log-probabilities of its targets under the current weights, and their ratio to those that the sampler recorded
   6. the clipped policy gradient, normalised by the number of trained tokens in the whole batch
   7. AdamW, log, checkpoint
 `rollout` is 1 to 3, `update_policy` 4 to 7; both read the configuration below. The sampler and the trainer share one copy of the weights.
-Left out on purpose: a critic, an entropy bonus, sampling in other processes while training (async_level shows what it would do), top-p
-and top-k in rollouts (their log-probabilities would be of another distribution than the trainer's).
+Steps count from 0 in log.csv, and an evaluation there is of the weights before that step.
+Left out on purpose: a critic, an entropy bonus, sampling while training (async_level only shows what such old rollouts do to learning),
+top-p and top-k in rollouts (their log-probabilities would be of another distribution than the trainer's).
 """
 init_from = "data/smollm2"        # resume | a Hugging Face folder | a hub name
 out_dir = "out-rl"                # the run's folder: checkpoints, log.csv, samples.jsonl
@@ -26,7 +27,7 @@ system = ""                       # system message for the chat template, "" = n
 template_args = {}                # further arguments of the chat template, such as {"enable_thinking": True}
 reward = {"correct": 1.0}         # weight of each part: correct | format | overlong | length (see tasks.reward_parts)
 length_targets = []               # tokens; if any, each prompt asks for one of them, and the part "length" rewards keeping to it
-overlong_margin = 0               # tokens before max_new_tokens from which on the part "overlong" punishes
+overlong_margin = 0               # the part "overlong" penalises the last so many tokens before max_new_tokens more and more
 truncated = "keep"                # completions cut at max_new_tokens: keep (scored as they are) | zero (reward 0) | drop (not trained on)
 # rollouts
 batch_prompts = 16                # groups per step
@@ -38,7 +39,7 @@ prefix_len: int | None = None     # tokens kept for good; None = the whole promp
 rope = "continue"                 # continue: absolute positions | reset: close the gap behind the prefix
 rows: int | None = None           # completions sampled at once; None = as many as fit the memory
 filter_groups = True              # drop groups without signal and draw others
-max_draws = 4                     # at most so many draws to fill a batch
+max_draws = 4                     # most draws to fill a batch
 async_level = 0                   # how many steps old the sampling policy is; 0 = on policy
 # what the trainer sees
 context_mult = 4                  # windows of context passed, the last of which carries the loss
@@ -83,6 +84,7 @@ from configurator import configure, run
 configure(globals())
 
 import json
+import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -109,6 +111,11 @@ class Episode(Completion):
     advantage: float = 0.0
     step: int = 0
 
+    def ids(self, a, b):
+        """The tokens a..b-1 of prompt and completion, counted from the first of the prompt."""
+        n = len(self.prompt)
+        return self.prompt[a:b] + self.tokens[max(a - n, 0):max(b - n, 0)]
+
 
 @dataclass
 class Segment:
@@ -125,7 +132,7 @@ def segments(n_prompt, n_new, P, W, m, carry, loss_on):
     """How a sequence of n_prompt + n_new tokens is trained with prefix P, window W (None = full attention: whole, all targets) and
     context_mult m. -> [Segment, ...], in order; every decision about what is passed, carried and trained is made here.
     tail: the last min(W, n_new) tokens are targets, the context is the m W inputs before the last of them.
-    all, carry: consecutive chunks of m W targets, each from the cache behind the one before it.
+    all, carry: consecutive chunks of m W targets, each from the cache that the one before it leaves.
     all, no carry: chunks of W targets, each with (m - 1) W inputs of context before its own."""
     if loss_on not in ("tail", "all"):
         raise ValueError(f"loss_on={loss_on!r}: 'tail' or 'all'")
@@ -154,9 +161,18 @@ def rollout(model, tokenizer, source, numbers, step=0):
     """Sample group_size completions of each of the problems, score them and compare them. -> groups, lists of Episodes"""
     problems = [ask_for_length(source.draw(n), length_targets, n, seed) for n in numbers]
     prompts = [ids for problem in problems for ids in [prompt_ids(problem, tokenizer, system, template_args)] * group_size]
+    sampled, shown = 0, time.perf_counter()
+
+    def on_token(i, token):
+        nonlocal sampled, shown
+        sampled += 1
+        if time.perf_counter() - shown > 20:
+            shown = time.perf_counter()
+            print(f"sampling {len(prompts)} completions: {sampled:,} tokens so far", file=sys.stderr, flush=True)
+
     seeds = [sample_seed(n * group_size + k) for n in numbers for k in range(group_size)]
     done = generate(model, prompts, max_new_tokens, prefix_len=prefix_len, window=window, rope=rope, temperature=temperature, top_p=1.0,
-                    stop_ids=tokenizer.eos_ids, n_vocab=tokenizer.n_vocab, seed=seeds, rows=rows)
+                    stop_ids=tokenizer.eos_ids, n_vocab=tokenizer.n_vocab, seed=seeds, rows=rows, on_token=on_token)
     groups = []
     for i, (n, problem) in enumerate(zip(numbers, problems, strict=True)):
         group = [Episode(**vars(c), problem=n, step=step) for c in done[i * group_size:(i + 1) * group_size]]
@@ -210,7 +226,8 @@ def collect(model, tokenizer, source, cursor, step=0, rank=0, world=1):
 
 def policy_loss(logp, old, advantage, mask, kind=None):
     """The loss of each token (B, T), 0 where not mask, its ratio and whether it was clipped or dropped. logp: log-probabilities under the
-    weights in training; old: those that the sampler recorded; advantage (B, 1). Sequence-level ratios would change one line, the first."""
+    weights in training; old: those that the sampler recorded; advantage (B, 1). A sequence-level ratio replaces logp - old by its mean
+    over the row where a completion is one segment; with loss_on="all" it needs a pass over all segments first."""
     kind = kind or loss
     ratio = torch.where(mask, logp - old, 0).clamp(max=20).exp()                      # (B, T), never inf: 0 times its gradient is NaN
     if kind == "grpo":       # INTELLECT-2 (arXiv 2505.07291), eq. 1; delta binds only where the advantage is negative
@@ -231,7 +248,7 @@ def policy_loss(logp, old, advantage, mask, kind=None):
 
 def k3(log_ratio):
     """Schulman's estimate of KL(sampler || other), exp(d) - 1 - d with d = log p_other - log p_sampler; never negative. Beyond d = 20
-    it goes on straight, so that it and its gradient stay finite."""
+    it is continued linearly, so that it and its gradient stay finite."""
     d = log_ratio.clamp(max=20)
     return d.expm1() + d.exp() * (log_ratio - d) - log_ratio
 
@@ -327,9 +344,8 @@ def open_cache(model, batch):
 @torch.no_grad()
 def carry_to(model, cache, rows_, part):
     """Run what precedes each segment through the model, without gradients, so that its row of the cache stands where it starts."""
-    while behind := [(row, e.prompt + e.tokens, seg.start) for row, (e, seg) in zip(rows_, part, strict=True)
-                     if cache.lengths[row] < seg.start]:
-        pieces = [ids[cache.lengths[row]:min(start, cache.lengths[row] + CARRY_CHUNK)] for row, ids, start in behind]
+    while behind := [(row, e, seg.start) for row, (e, seg) in zip(rows_, part, strict=True) if cache.lengths[row] < seg.start]:
+        pieces = [e.ids(cache.lengths[row], min(start, cache.lengths[row] + CARRY_CHUNK)) for row, e, start in behind]
         idx, lengths = training.padded(pieces, cache.length.device)
         model.features(idx, rope=rope, cache=cache, rows=[row for row, _, _ in behind], n_new=lengths)
 
@@ -337,9 +353,8 @@ def carry_to(model, cache, rows_, part):
 def segment_logprobs(model, part, cache, rows_):
     """Log-probabilities of the targets of some segments, their entropies, and which of them carry loss, all (B, T). With a cache, its
     given rows hold what comes before."""
-    ids = [e.prompt + e.tokens for e, _ in part]
     heads = [prefix_of(e) if cache is None and seg.start else 0 for e, seg in part]   # prefix tokens in front of a context
-    idx, lengths = training.padded([x[:n] + x[seg.start:seg.stop] for x, n, (_, seg) in zip(ids, heads, part, strict=True)],
+    idx, lengths = training.padded([e.ids(0, n) + e.ids(seg.start, seg.stop) for n, (e, seg) in zip(heads, part, strict=True)],
                                    model.lm_head.weight.device)
     at = torch.arange(idx.size(1), device=idx.device)
     n, start, head = (torch.tensor(x, device=idx.device)[:, None] for x in (lengths, [seg.start for _, seg in part], heads))
@@ -351,7 +366,7 @@ def segment_logprobs(model, part, cache, rows_):
         x = model.features(idx, rope=rope, cache=cache, rows=rows_, n_new=lengths)
     n_targets = torch.tensor([seg.stop + 1 - seg.first for _, seg in part], device=idx.device)[:, None]
     place = torch.arange(int(n_targets.max()), device=idx.device) < n_targets         # (B, T)
-    targets = torch.tensor([t for x, (_, seg) in zip(ids, part, strict=True) for t in x[seg.first:seg.stop + 1]], device=idx.device)
+    targets = torch.tensor([t for e, seg in part for t in e.ids(seg.first, seg.stop + 1)], device=idx.device)
     flat = training.token_logprobs(x[(at >= n - n_targets) & (at < n)], model.lm_head.weight, targets, temperature)
     logp, entropy = (torch.zeros(place.shape, dtype=f.dtype, device=f.device).masked_scatter(place, f) for f in flat)
     mask = table([e.sampled for e, _ in part], part, logp).bool()
@@ -361,14 +376,14 @@ def segment_logprobs(model, part, cache, rows_):
 # ---------------------------------------------------------------------------------------------------------------------
 # evaluation and the plan
 
-def evaluate(model, tokenizer, longer, how_hot, rank=0, world=1):
+def evaluate(model, tokenizer, longer, heat, rank=0, world=1):
     """One completion of each of eval_size held-out problems, with `longer` times the tokens (and problems as much longer, where the
     task knows how). -> dict of the share that is right, mean tokens, share that finished"""
     source = load_task(task, seed, held_out=True, longer=longer)
     numbers = range(rank, min(eval_size, source.size or eval_size), world)
-    problems = [source.problem(n) for n in numbers]
+    problems = [ask_for_length(source.problem(n), length_targets, -1 - n, seed) for n in numbers]
     prompts = [prompt_ids(p, tokenizer, system, template_args) for p in problems]
-    done = generate(model, prompts, longer * max_new_tokens, prefix_len=prefix_len, window=window, rope=rope, temperature=how_hot,
+    done = generate(model, prompts, longer * max_new_tokens, prefix_len=prefix_len, window=window, rope=rope, temperature=heat,
                     top_p=1.0, stop_ids=tokenizer.eos_ids, n_vocab=tokenizer.n_vocab, rows=rows,
                     seed=[sample_seed(-1 - n) for n in numbers])
     finished = [c.finish_reason == "stop" for c in done]
@@ -421,8 +436,9 @@ def show_plan(model, optimizer, tokenizer, source, reference):
         ("activations", int(micro_batch * passed * per_token), where, f"{micro_batch} x {passed:,} tokens"),
         ("logits", 12 * min(targets * vocab, max(training.LOGITS, vocab)), where, f"{targets:,} targets, some at a time")]
     for name, n, place, what in lines:
-        print(f"{name:16}{n / 1e9:10.3f} GB  {place}  {what}")
-    print("the sampling cache is freed before the others below it are needed; rows=None takes as many rows as fit")
+        if n:
+            print(f"{name:16}{n / 1e9:10.3f} GB  {place}  {what}")
+    print("the sampling cache is freed before what stands below it and the gradients are needed; rows=None takes as many rows as fit")
     cache = SlidingCache(config, n_rows, P, windows, max_len=longest, dtype=weight.dtype, device=weight.device)
     with torch.no_grad():
         model.features(torch.zeros(n_rows, 1, dtype=torch.long, device=weight.device), rope=rope, cache=cache)
@@ -471,6 +487,7 @@ def main():
     if state is None:
         began_from = str(Path(init).resolve() if Path(init).exists() else init)       # `last` may be turned to another checkpoint
         state = dict(script="train_rl.py", step=0, cursor=0, began_from=began_from, queue=[])
+    training.same_keys(globals(), state)
     first, cursor = state["step"], state["cursor"]
     queue = [[Episode(**e) for e in batch] for batch in state["queue"]]               # batches that wait to be trained on
     if first:
@@ -559,8 +576,9 @@ def record(log, board, progress, tokenizer, step, row, drawn):
     if board:
         board.log({key: value for key, value in row.items() if value is not None}, step=step)
     progress.line(step, f"reward {row['reward'] or 0:.3f}  solved {row['solved'] or 0:.3f}  length {row['length_mean'] or 0:.0f}  "
-                  f"dropped {row['groups_dropped']}/{row['groups']}  gap {row['gap_k3'] or 0:.1e}  "
-                  f"{row['rollout_s']:.1f} + {row['train_s']:.1f} s" + "".join(
+                  f"groups dropped {row['groups_dropped']}/{row['groups']}  "
+                  + ("no update: no group has a signal  " if row["gap_k3"] is None else f"gap {row['gap_k3']:.0e}  ")
+                  + f"rollout {row['rollout_s']:.1f} s  train {row['train_s']:.1f} s" + "".join(
                       f"  {key} {row[key]:.3f}" for key in ("eval_solved", "eval2x_solved") if row[key] is not None))
 
 

@@ -14,17 +14,17 @@ out_dir = "out-sft"               # the run's folder: checkpoints and log
 task = "passes:impatient"         # whose solutions: passes:impatient | passes:4-60 | reasoning_gym:<dataset> | jsonl:<path> | py:<file>
 system = ""                       # system message for the chat template, "" = none
 template_args = {}                # further arguments of the chat template, such as {"enable_thinking": False}
-n_layer = 4                       # for scratch: layers
+n_layer = 3                       # for scratch: layers
 n_head = 4                        # for scratch: attention heads
 n_embd = 64                       # for scratch: width
-window: int | list | None = 24    # tokens, the current one included; None = full attention
+window: int | list | None = 12    # tokens, the current one included; None = full attention
 prefix_len: int | None = None     # tokens kept for good; None = the whole prompt
 rope = "reset"                    # continue: absolute positions | reset: close the gap behind the prefix
 max_len = 4096                    # tokens of prompt and solution; longer ones are skipped
-batch_size = 128                  # sequences per step
-micro_batch = 32                  # sequences per forward and backward
-max_steps = 600                   # optimizer steps
-lr = 3e-3                         # peak learning rate
+batch_size = 64                   # sequences per step
+micro_batch = 16                  # sequences per forward and backward
+max_steps = 1300                  # optimizer steps
+lr = 5e-3                         # peak learning rate
 schedule = "linear"               # after the warm-up: constant | linear (down to 0)
 warmup_steps = 20                 # steps from 0 to lr
 weight_decay = 0.0                # of matrices
@@ -120,8 +120,10 @@ def main():
     tokenizer, folder = load_tokenizer(init), local_folder(init, TOKENIZER_FILES)
     model.train().checkpointing = checkpointing
     optimizer = training.Optimizer(model, lr=lr, betas=(0.9, beta2), weight_decay=weight_decay, master_device=master_device)
-    first, cursor = (state["step"], state["cursor"]) if state else (0, 0)
-    if state:
+    state = state or dict(script="train_sft.py", step=0, cursor=0)
+    training.same_keys(globals(), state)
+    first, cursor = state["step"], state["cursor"]
+    if first:
         optimizer.load(Path(init) / "optimizer.safetensors")
     log, stop, progress = training.Log(out, first) if rank == 0 else None, training.Stop(), training.Progress(first, max_steps)
     held_out = [encode(others.problem(i), tokenizer) for i in range(rank, min(eval_size, others.size or eval_size), world)]
@@ -151,7 +153,7 @@ def main():
                 progress.line(step, f"loss {loss:.3f}" + "".join(f"  {key} {value:.4f}" for key, value in evaluation.items()))
         stopping = bool(stop)
         if rank == 0 and (save_every and (step + 1) % save_every == 0 or step + 1 == max_steps or stopping):
-            training.save_run(out, step + 1, model, optimizer, dict(script="train_sft.py", cursor=cursor), folder)
+            training.save_run(out, step + 1, model, optimizer, state | dict(cursor=cursor), folder)
         if stopping:
             break
     if rank == 0:

@@ -38,8 +38,8 @@ LOGITS = 2**26  # at most so many logits at once (256 MB in float32)
 
 def token_logprobs(x, head, targets, temperature=1.0):
     """log p(targets) (n,) and the entropy (n,) of softmax(x head^T / temperature), for features x (n, n_embd), head (vocab_size, n_embd)
-    and targets (n,). A few positions at a time, and their logits are computed anew in the backward: never are there (n, vocab_size)
-    of them. The entropy carries no gradient."""
+    and targets (n,). A few positions at a time, and their logits are computed anew in the backward: all (n, vocab_size) never exist at
+    once. The entropy carries no gradient."""
     def piece(x, head, targets):
         logp = (wide(x @ head.T) / temperature).log_softmax(-1)                       # (chunk, vocab_size)
         return logp.gather(1, targets[:, None])[:, 0], -(logp.detach().exp() * logp.detach()).sum(-1)
@@ -140,7 +140,7 @@ class Optimizer:
 
 
 def learning_rate(step, lr, warmup_steps, schedule, max_steps):
-    """Linear from lr / warmup_steps up to lr, then constant, or linear down to 0 behind the last step. Steps count from 0."""
+    """Linear from lr / warmup_steps up to lr, then constant, or linear down to 0 after the last step. Steps count from 0."""
     if schedule not in ("constant", "linear"):
         raise ValueError(f"schedule={schedule!r}: 'constant' or 'linear'")
     if step < warmup_steps:
@@ -203,7 +203,7 @@ class Stop:
         if self.asked and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.asked = True
-        print(f"\n{signal.Signals(number).name}: finishing this step, then saving", file=sys.stderr)
+        print(f"\n{signal.Signals(number).name}: finishing this step, then saving (Ctrl-C: stop now and lose the step)", file=sys.stderr)
 
     def __bool__(self):
         return all_reduce([float(self.asked)], "max")[0] > 0
@@ -262,6 +262,21 @@ def sync(folder):
     handle = os.open(folder, os.O_RDONLY)
     os.fsync(handle)
     os.close(handle)
+
+
+def same_keys(keys, state):
+    """Keep the configuration in the state of a run. On resume, name on standard error the keys that have changed since; ValueError for
+    those that would make it another run."""
+    now = {key: value for key, value in keys.items() if key[0] != "_" and isinstance(value, bool | int | float | str | list | dict | None)}
+    now = json.loads(json.dumps({key: value for key, value in now.items() if key not in ("init_from", "out_dir", "debug", "plan")}))
+    before = state.setdefault("keys", now)
+    changed = {key: f"{key}={before.get(key)!r} has become {value!r}" for key, value in now.items() if before.get(key) != value}
+    for key in ("task", "window", "prefix_len", "rope", "seed"):
+        if key in changed:
+            raise ValueError(f"on resume {changed[key]}: that is another run; give it another out_dir")
+    if changed:
+        print("on resume: " + "; ".join(changed.values()), file=sys.stderr)
+    state["keys"] = now
 
 
 class Log:

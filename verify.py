@@ -1,7 +1,8 @@
 r"""
 Answers: found in what a model wrote, and judged in a process of their own. Imports little, because that process runs this file.
 
-Whatever a model wrote is parsed, never evaluated; and it may take for ever to simplify, fill the memory or crash, so there are limits.
+What a model wrote is parsed. Where a library would give it to eval, that eval is replaced by one which takes arithmetic only; and there
+are limits on time and memory.
 """
 import ast
 import os
@@ -71,8 +72,8 @@ PROCESSES = {}
 
 
 def judged(key, *job):
-    """The score of a job by the process judge(*key), one for each key; 0 if it fails or takes 5 seconds. RuntimeError if the process
-    does not start."""
+    """The score of a job by the process judge(*key), one for each key; 0 if it fails, or takes 5 seconds of the processor or 60 of the
+    clock. RuntimeError if the process does not start."""
     process = PROCESSES.pop(key, None)  # put back once it has answered: an interrupt must not leave an answer for the next question
     if process is None or process.poll() is not None:
         command = [sys.executable, "-P", __file__, *filter(None, key)]                # a session of its own is out of the reach of Ctrl-C
@@ -95,7 +96,7 @@ def judged(key, *job):
 
 def judge(dataset=None, settings=None):
     """What runs there, until its input ends, which it does when the parent dies. dataset, settings: of reasoning_gym, whose jobs are
-    (entry, answer); None: math-verify, whose jobs are (right answer, answer). Whatever a model wrote is parsed, never evaluated."""
+    (entry, answer); None: math-verify, whose jobs are (right answer, answer)."""
     replies = os.dup(1)
     os.dup2(2, 1)  # what libraries print is no reply
     if dataset:

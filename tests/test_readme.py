@@ -33,7 +33,7 @@ def test_commands_name_what_exists():
     for script, rest in commands:
         source = Path(ROOT / script).read_text(encoding="utf-8")
         for word in rest.split("#")[0].split():
-            if word.endswith(".py"):
+            if word.endswith(".py") and not word.startswith("--"):
                 assert (ROOT / word).exists(), word
             elif word.startswith("--"):
                 assert re.search(rf"^{word[2:].split('=')[0]}\b.*=", source, re.M), (script, word)
@@ -52,3 +52,14 @@ def test_the_example_of_an_own_task(tmp_path):
         a, b = map(int, re.match(r"What is (\d+) \* (\d+)\?", problem.prompt).groups())
         assert problem.answer == a * b
         assert [source.score(problem, text, [], "stop") for text in (f"It is {a * b}.", f"{a * b + 1}", "")] == [1, 0, 0]
+
+
+def test_configs_begin_from_what_an_earlier_command_makes():
+    """Where a config begins from another run's folder, the README shows the command for that run first."""
+    made = set()
+    for name, rest in re.findall(r"train_\w+\.py config/(\w+)\.py(.*)", README):
+        if "--init_from=" in rest:
+            continue
+        keys = dict(re.findall(r'^(init_from|out_dir) = "(.*)"', (ROOT / "config" / f"{name}.py").read_text(encoding="utf-8"), re.M))
+        assert not keys["init_from"].startswith("out-") or keys["init_from"].removesuffix("/last") in made, name
+        made.add(keys["out_dir"])

@@ -324,6 +324,9 @@ def test_wrong_inputs(untrained, tmp_path):
     script([*rl, "--max_steps=1"])
     assert "holds a run already" in said(start(rl))
     assert "holds a run of train_rl.py, not of train_sft.py" in said(start([*SFT, out, "--init_from=resume"]))
+    assert "window=8 has become 9: that is another run" in said(start([*rl, "--init_from=resume", "--window=9"]))
+    process = start([*rl, "--init_from=resume", "--max_steps=1", "--lr=0.5"])
+    assert "lr=0.001 has become 0.5" in finish(process)[1 + 1]
 
 
 def test_the_plan(untrained, tmp_path):
