@@ -119,12 +119,12 @@ class Episode(Completion):
 
 @dataclass
 class Segment:
-    """What one forward pass of the trainer sees of a sequence (prompt and completion, indices from 0): the inputs start..stop-1, and
-    before them the prefix. The tokens first..stop are its targets, each predicted from the input before it. carried: the inputs
-    0..start-1 were run through the model before, and are in the cache."""
+    """What one forward pass of the trainer sees of a sequence (prompt and completion, indices from 0): the inputs start..end-2, and before
+    them the prefix. The tokens first..end-1 are its targets, each predicted from the input before it. carried: the inputs 0..start-1
+    were run through the model before, and are in the cache."""
     start: int
-    stop: int
     first: int
+    end: int
     carried: bool
 
 
@@ -138,7 +138,7 @@ def segments(n_prompt, n_new, P, W, m, carry, loss_on):
         raise ValueError(f"loss_on={loss_on!r}: 'tail' or 'all'")
     end = n_prompt + n_new
     if W is None:
-        return [Segment(0, end - 1, n_prompt, False)]
+        return [Segment(0, n_prompt, end, False)]
     if loss_on == "tail":
         chunks = [(max(n_prompt, end - W), end)]
     else:
@@ -150,7 +150,7 @@ def segments(n_prompt, n_new, P, W, m, carry, loss_on):
             start = a - 1 if a > n_prompt else 0
         else:
             start = b - 1 - m * W if b - 1 - m * W > P else 0                         # nothing between prefix and context: pass it whole
-        out.append(Segment(start, b - 1, a, carry and start > 0))
+        out.append(Segment(start, a, b, carry and start > 0))
     return out
 
 
@@ -272,7 +272,7 @@ def update_policy(model, optimizer, episodes, rate, reference=None, rank=0, worl
         return None
     most = max_new_tokens if loss_on == "all" or W is None else min(W, max_new_tokens)
     work = [item for item in zip(episodes, cut, token_weights(counts, most), strict=True) if item[2]]
-    work = sorted(work, key=lambda item: item[1][-1].stop)[rank::world]
+    work = sorted(work, key=lambda item: item[1][-1].end)[rank::world]
     sums, largest = [0.0] * 7, [0.0]
     for i in range(0, len(work), micro_batch):
         batch = work[i:i + micro_batch]
@@ -319,12 +319,12 @@ def prefix_of(episode):
 def trained(episode, segment):
     """Which targets of a segment carry loss: those that were sampled, not forced."""
     n = len(episode.prompt)
-    return episode.sampled[segment.first - n:segment.stop + 1 - n]
+    return episode.sampled[segment.first - n:segment.end - n]
 
 
 def table(values, part, like):
     """The slices of per-token values that belong to the targets of each segment, as (B, T), padded with 0."""
-    rows_ = [x[seg.first - len(e.prompt):seg.stop + 1 - len(e.prompt)] for x, (e, seg) in zip(values, part, strict=True)]
+    rows_ = [x[seg.first - len(e.prompt):seg.end - len(e.prompt)] for x, (e, seg) in zip(values, part, strict=True)]
     out = torch.zeros(like.shape, dtype=like.dtype)
     for r, row in enumerate(rows_):
         out[r, :len(row)] = torch.tensor(row, dtype=like.dtype)
@@ -335,7 +335,7 @@ def open_cache(model, batch):
     """The cache that carries a micro-batch's prefixes and windows from segment to segment, None where nothing is carried."""
     if not any(seg.carried for _, segs, _ in batch for seg in segs):
         return None
-    weight, longest = model.lm_head.weight, max(segs[-1].stop for _, segs, _ in batch)
+    weight, longest = model.lm_head.weight, max(segs[-1].end for _, segs, _ in batch)
     prefixes = [min(prefix_of(e), longest) for e, _, _ in batch]
     windows = [min(w, longest) for w in layer_windows(model.config, window)]
     return SlidingCache(model.config, len(batch), torch.tensor(prefixes), windows, dtype=weight.dtype, device=weight.device)
@@ -354,7 +354,7 @@ def segment_logprobs(model, part, cache, rows_):
     """Log-probabilities of the targets of some segments, their entropies, and which of them carry loss, all (B, T). With a cache, its
     given rows hold what comes before."""
     heads = [prefix_of(e) if cache is None and seg.start else 0 for e, seg in part]   # prefix tokens in front of a context
-    idx, lengths = training.padded([e.ids(0, n) + e.ids(seg.start, seg.stop) for n, (e, seg) in zip(heads, part, strict=True)],
+    idx, lengths = training.padded([e.ids(0, n) + e.ids(seg.start, seg.end - 1) for n, (e, seg) in zip(heads, part, strict=True)],
                                    model.lm_head.weight.device)
     at = torch.arange(idx.size(1), device=idx.device)
     n, start, head = (torch.tensor(x, device=idx.device)[:, None] for x in (lengths, [seg.start for _, seg in part], heads))
@@ -364,9 +364,9 @@ def segment_logprobs(model, part, cache, rows_):
         x = model.features(idx, P, window, positions=positions, rope=rope)            # (B, Tc, n_embd)
     else:
         x = model.features(idx, rope=rope, cache=cache, rows=rows_, n_new=lengths)
-    n_targets = torch.tensor([seg.stop + 1 - seg.first for _, seg in part], device=idx.device)[:, None]
+    n_targets = torch.tensor([seg.end - seg.first for _, seg in part], device=idx.device)[:, None]
     place = torch.arange(int(n_targets.max()), device=idx.device) < n_targets         # (B, T)
-    targets = torch.tensor([t for e, seg in part for t in e.ids(seg.first, seg.stop + 1)], device=idx.device)
+    targets = torch.tensor([t for e, seg in part for t in e.ids(seg.first, seg.end)], device=idx.device)
     flat = training.token_logprobs(x[(at >= n - n_targets) & (at < n)], model.lm_head.weight, targets, temperature)
     logp, entropy = (torch.zeros(place.shape, dtype=f.dtype, device=f.device).masked_scatter(place, f) for f in flat)
     mask = table([e.sampled for e, _ in part], part, logp).bool()
@@ -420,9 +420,9 @@ def show_plan(model, optimizer, tokenizer, source, reference):
     n_rows = min(batch_prompts * group_size, rows or max(int(0.8 * free_bytes(weight.device) / row), 1))
     W = training_window(config)
     cut = segments(len(prompt), max_new_tokens, P, W, context_mult, carry, loss_on)
-    seg = max(cut, key=lambda s: s.stop - s.start)
-    passed = seg.stop - seg.start + (P if seg.start and not carry else 0)
-    targets, vocab = min(seg.stop + 1 - seg.first, passed) * micro_batch, config.vocab_size
+    seg = max(cut, key=lambda s: s.end - s.start)
+    passed = seg.end - 1 - seg.start + (P if seg.start and not carry else 0)
+    targets, vocab = min(seg.end - seg.first, passed) * micro_batch, config.vocab_size
     per_token = (saved_bytes(model, 256) - saved_bytes(model, 128)) / 128
     where = str(weight.device)
     there, n_weights = str(next(iter(optimizer.masters.values())).device), sum(p.nbytes for p in model.parameters())

@@ -35,20 +35,20 @@ def configure(monkeypatch):
 def test_segments(n_prompt, n_new, P, W, m, carry, loss_on):
     """Against the sentences of the design, token by token."""
     segs, end = segments(n_prompt, n_new, P, W, m, carry, loss_on), n_prompt + n_new
-    targets = [t for s in segs for t in range(s.first, s.stop + 1)]
+    targets = [t for s in segs for t in range(s.first, s.end)]
     assert targets == list(range(end - min(W, n_new) if loss_on == "tail" else n_prompt, end))            # each once, in order
     for k, s in enumerate(segs):
         assert s.start <= s.first - 1                                                 # the input before the first target is passed
-        inputs = range(s.start, s.stop)
+        inputs = range(s.start, s.end - 1)
         if loss_on == "tail" or not carry:
-            whole = s.stop - m * W <= P
-            assert s.start == (0 if whole else s.stop - m * W) and s.carried == (carry and not whole)
+            whole = s.end - 1 - m * W <= P
+            assert s.start == (0 if whole else s.end - 1 - m * W) and s.carried == (carry and not whole)
             assert whole or len(inputs) == m * W
             if loss_on == "all":
-                assert s.stop + 1 - s.first == W or k == len(segs) - 1
+                assert s.end - s.first == W or k == len(segs) - 1
         else:
-            assert s.start == (segs[k - 1].stop if k else 0) and s.carried == (k > 0)
-            assert s.stop + 1 - s.first == m * W or k == len(segs) - 1
+            assert s.start == (segs[k - 1].end - 1 if k else 0) and s.carried == (k > 0)
+            assert s.end - s.first == m * W or k == len(segs) - 1
         if P == n_prompt and loss_on == "tail":
             assert (s.start == 0) == (n_new - 1 <= m * W)                             # "a rollout with N - 1 <= m W is passed whole"
 
@@ -56,12 +56,12 @@ def test_segments(n_prompt, n_new, P, W, m, carry, loss_on):
 def test_segments_by_hand():
     """Prompt of 3, 20 new tokens (indices 3..22), W = 4, m = 2."""
     def table(carry, loss_on):
-        return [(s.start, s.stop, s.first, s.carried) for s in segments(3, 20, 3, 4, 2, carry, loss_on)]
+        return [(s.start, s.end - 1, s.first, s.carried) for s in segments(3, 20, 3, 4, 2, carry, loss_on)]
     assert table(False, "tail") == [(14, 22, 19, False)]                              # inputs 14..21, targets 19..22
     assert table(True, "tail") == [(14, 22, 19, True)]
     assert table(True, "all") == [(0, 10, 3, False), (10, 18, 11, True), (18, 22, 19, True)]
     assert table(False, "all") == [(0, 6, 3, False), (0, 10, 7, False), (6, 14, 11, False), (10, 18, 15, False), (14, 22, 19, False)]
-    assert [vars(s) for s in segments(3, 20, 3, None, 2, True, "tail")] == [dict(start=0, stop=22, first=3, carried=False)]
+    assert [vars(s) for s in segments(3, 20, 3, None, 2, True, "tail")] == [dict(start=0, first=3, end=23, carried=False)]
     with pytest.raises(ValueError, match="loss_on='head'"):
         segments(3, 20, 3, 4, 2, True, "head")
 
@@ -247,9 +247,9 @@ def reference_gradients(model, episodes, W, m, carry, loss_on, rope, temperature
     for e, segs in zip(episodes, cuts, strict=True):
         ids, n = e.prompt + e.tokens, len(e.prompt)
         for s in segs:
-            logits = dense_forward(model, ids[:s.stop], n, W, rope, s.start)
+            logits = dense_forward(model, ids[:s.end - 1], n, W, rope, s.start)
             logp = (logits / temperature).log_softmax(-1)
-            for t in range(s.first, s.stop + 1):
+            for t in range(s.first, s.end):
                 if e.sampled[t - n]:
                     r = (logp[t - 1, ids[t]] - e.logprobs[t - n]).exp()
                     gain = torch.minimum(r.clamp(max=4) * e.advantage, r.clamp(0.8, 1.2) * e.advantage)
@@ -300,7 +300,7 @@ def test_without_carry_the_context_begins_at_a_cut(configure):
     configure(window=6, context_mult=2, carry=False, loss_on="tail", temperature=1.0)
     got, metrics = gradients(model, [e])
     ids, (s,) = e.prompt + e.tokens, segments(5, 40, 5, 6, 2, False, "tail")
-    assert (s.start, s.stop, s.first) == (32, 44, 39)
+    assert (s.start, s.end - 1, s.first) == (32, 44, 39)
     idx, positions = torch.tensor([ids[:5] + ids[32:44]]), torch.tensor([[*range(5), *range(32, 44)]])
     logp = model(idx, 5, 6, positions=positions)[0, -6:].log_softmax(-1)[torch.arange(6), ids[39:45]]
     mask = torch.tensor(e.sampled[-6:])
@@ -359,11 +359,11 @@ def test_cut_contexts_for_every_prefix(configure, prefix_len):
         for e in episodes:
             P, ids = len(e.prompt) if prefix_len is None else prefix_len, e.prompt + e.tokens
             for s in segments(len(e.prompt), len(e.tokens), P, 6, m, False, loss_on):
-                idx = (ids[:P] if s.start else []) + ids[s.start:s.stop]
-                positions = torch.tensor([[*range(P if s.start else 0), *range(s.start, s.stop)]])
+                idx = (ids[:P] if s.start else []) + ids[s.start:s.end - 1]
+                positions = torch.tensor([[*range(P if s.start else 0), *range(s.start, s.end - 1)]])
                 want = (model(torch.tensor([idx]), P, 6, positions=positions)[0] / 0.7).log_softmax(-1)
-                n = s.stop + 1 - s.first
-                want = want[torch.arange(len(idx) - n, len(idx)), ids[s.first:s.stop + 1]]
+                n = s.end - s.first
+                want = want[torch.arange(len(idx) - n, len(idx)), ids[s.first:s.end]]
                 logp, entropy, mask = train_rl.segment_logprobs(model, [(e, s)], None, [0])
                 torch.testing.assert_close(logp[0], want, rtol=1e-9, atol=1e-12)
                 assert mask[0].tolist() == train_rl.trained(e, s) and (entropy[~mask] == 0).all() and (entropy[mask] > 0).all()
