@@ -268,10 +268,12 @@ class GPT(nn.Module):
         self.checkpointing = False  # keep the input of each layer alone for the backward, and compute the layer anew there
         freqs, self.rope_factor = rope_frequencies(config)
         self.register_buffer("freqs", freqs, persistent=False)
-        for name, p in self.named_parameters():  # outputs as large as inputs, less for what is added to the residual stream 2 n_layer times
+        # Outputs as large as inputs; less for what is added to the residual stream 2 n_layer times, and for a head of its own, whose
+        # first guess is to be an even one.
+        smaller = {"o_proj.weight": math.sqrt(2 * config.n_layer), "down_proj.weight": math.sqrt(2 * config.n_layer), "lm_head.weight": 10}
+        for name, p in self.named_parameters():
             if p.dim() == 2:
-                residual = name.endswith(("o_proj.weight", "down_proj.weight"))
-                nn.init.normal_(p, std=p.size(1) ** -0.5 / (math.sqrt(2 * config.n_layer) if residual else 1))
+                nn.init.normal_(p, std=p.size(1) ** -0.5 / next((by for end, by in smaller.items() if name.endswith(end)), 1))
             elif name.endswith("bias"):
                 nn.init.zeros_(p)
         self.tie()

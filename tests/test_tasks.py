@@ -110,7 +110,7 @@ def test_overlong_and_length():
 
 
 def test_rewards_are_checked():
-    check_reward({"correct": 1, "length": 0.5, "overlong": 0})
+    check_reward({"correct": 1, "length": 0.5, "overlong": 0}, [100])
     for reward, names in (({"corect": 1.0}, "'corect'.*correct, format, overlong, length"), ({"format": "1"}, "'format'.*'1'"),
                           ({"format": math.nan}, "'format'.*nan"), ({}, "nothing"), ({"correct": 0.0}, "nothing")):
         with pytest.raises(ValueError, match=names):
