@@ -296,7 +296,7 @@ def update_policy(model, optimizer, episodes, rate, reference=None, rank=0, worl
             total = (weight * (losses + kl_coef * kl)).sum()
             total.backward()
             gap = torch.where(mask, logp.detach() - old, 0)
-            for k, x in enumerate((mask, ratio * mask, clipped, entropy, k3(gap), kl, weight * (losses + kl_coef * kl))):
+            for k, x in enumerate((mask, ratio * mask, clipped, entropy, k3(gap), kl, total)):
                 sums[k] += x.sum().item()
             largest[0] = max(largest[0], gap.abs().max().item())
     norm = optimizer.step(rate, clip)
