@@ -13,6 +13,7 @@ Kept simple on purpose: no nesting, no environment variables, no merging of list
 import ast
 import difflib
 import inspect
+import json
 import os
 import re
 import sys
@@ -47,6 +48,20 @@ def configure(script):
             for key, value in _read_file(arg, {key: script[key] for key in keys}).items():
                 _known(key, keys, f"{arg}: {key}")
                 script[key] = _typed(key, value, kinds[key], f"{arg}: {key} = {value!r}")
+
+
+def settings(keys, without=()):
+    """The configuration among the globals() of a script, as JSON would give it back: what is lower-case and plain data."""
+    plain = bool | int | float | str | list | tuple | dict | None
+    return json.loads(json.dumps({key: value for key, value in keys.items() if key.islower() and key[0] != "_" and key not in without
+                                  and isinstance(value, plain)}))
+
+
+def require(keys, *rules):
+    """ValueError for the first rule (key, whether its value is right, what would be right) that does not hold. keys: the globals()."""
+    for key, right, what in rules:
+        if not right:
+            raise ValueError(f"{key}={keys[key]!r}: must be {what}")
 
 
 def run(main):

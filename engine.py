@@ -87,7 +87,7 @@ def generate(model, prompts, max_new_tokens, *, prefix_len=None, window=4096, ro
     """Sample one completion for each of `prompts` (lists of token ids). -> list[Completion], in the order of the prompts.
 
     max_new_tokens, seed: one int, or one per prompt (a prompt with a seed of its own has the stream (seed, 0), as if it were alone).
-    prefix_len: how many tokens each row keeps for good; None = its whole prompt. window, rope: as in GPT.features.
+    prefix_len: how many tokens each row keeps for good, one int or one per prompt; None = its whole prompt. window, rope: see GPT.features.
     evict: "oldest" | "random". temperature >= 0 (0 = argmax), top_k None or >= 1, 0 < top_p <= 1.
     stop_ids: end tokens, not drawn before min_new_tokens. stop_strings: a sequence ends, at any length, with the token that completes
     one of them in its text, decode(ids); the tokens are not cut, tokenizer.stream(ids, stop) cuts the text. thinking: a Thinking, or None.
@@ -99,13 +99,14 @@ def generate(model, prompts, max_new_tokens, *, prefix_len=None, window=4096, ro
     n, config, weight = len(prompts), model.config, model.lm_head.weight
     stop_strings = (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings)
     limits, seeds = _per_prompt(max_new_tokens, n, "max_new_tokens"), _per_prompt(seed, n, "seed")
-    _check(prompts, limits, config, prefix_len, temperature, top_k, top_p, stop_ids, stop_strings, decode, thinking, n_vocab, rows)
+    prefixes = None if prefix_len is None else _per_prompt(prefix_len, n, "prefix_len")
+    _check(prompts, limits, config, prefixes, temperature, top_k, top_p, stop_ids, stop_strings, decode, thinking, n_vocab, rows)
     if not prompts:
         return []
     # A prefix or a window longer than what any sequence can fill would cost memory and change nothing.
     lengths = [len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True)]
     longest = max(lengths)
-    prefixes = [len(prompt) if prefix_len is None else min(prefix_len, longest) for prompt in prompts]
+    prefixes = [min(P, longest) for P in prefixes or map(len, prompts)]
     room = max(1, max(length - P for length, P in zip(lengths, prefixes, strict=True)))
     windows = [w and min(w, room) for w in layer_windows(config, window)]
     fit = int(0.8 * free_bytes(weight.device) / row_bytes(config, windows, max(prefixes), longest, weight.dtype))
@@ -115,19 +116,20 @@ def generate(model, prompts, max_new_tokens, *, prefix_len=None, window=4096, ro
     stats.update(cache_bytes=cache.nbytes, rows=n_rows, prefills=0, prefill_s=0.0, decode_steps=0, decode_s=0.0)
 
     streams = mix(torch.tensor([(s + 2**63) % 2**64 - 2**63 for s in seeds]), 0 if hasattr(seed, "__len__") else torch.arange(n))
-    completions, keys = [Completion(list(prompt)) for prompt in prompts], [tuple(prompt) for prompt in prompts]
+    completions, keys = [Completion(list(prompt)) for prompt in prompts], [*zip(map(tuple, prompts), prefixes, strict=True)]
     still_to_come, first_logits, occupant = Counter(keys), {}, [None] * n_rows        # occupant: whose prompt a row held last
     queue = deque(range(n))
 
     def prefill(row, i):
         """Put prompt i into a row. -> logits (1, vocab_size) for its first new token"""
         key, start = keys[i], time.perf_counter()
-        sibling = next((r for r in range(n_rows) if occupant[r] == key and cache.holds_first(r, len(key))), None)
+        prompt, P = key
+        sibling = next((r for r in range(n_rows) if occupant[r] == key and cache.holds_first(r, len(prompt))), None)
         if sibling is not None:
-            cache.copy(sibling, row, len(key))
+            cache.copy(sibling, row, len(prompt))
         else:
-            cache.reset(row, prefixes[i])
-            idx = torch.tensor([key], device=weight.device)
+            cache.reset(row, P)
+            idx = torch.tensor([prompt], device=weight.device)
             first_logits[key] = model.lm_head(model.features(idx, rope=rope, cache=cache, rows=[row])[:, -1])
             stats["prefills"] += 1
         cache.streams[row], occupant[row] = streams[i], key
@@ -257,7 +259,7 @@ def _per_prompt(value, n, name):
     return values
 
 
-def _check(prompts, limits, config, prefix_len, temperature, top_k, top_p, stop_ids, stop_strings, decode, thinking, n_vocab, rows):
+def _check(prompts, limits, config, prefixes, temperature, top_k, top_p, stop_ids, stop_strings, decode, thinking, n_vocab, rows):
     for i, prompt in enumerate(prompts):
         if not isinstance(prompt, list | tuple) or not all(isinstance(token, int) for token in prompt):
             raise ValueError(f"prompt {i} is no list of token ids but {str(prompt)[:60]!r}")
@@ -267,8 +269,7 @@ def _check(prompts, limits, config, prefix_len, temperature, top_k, top_p, stop_
             raise ValueError(f"prompt {i} has token ids from {min(prompt)} to {max(prompt)}, the model knows 0 to {config.vocab_size - 1}")
     for name, ok, value, right in (
             ("max_new_tokens", min(limits, default=1) >= 1, min(limits, default=1), "at least 1"),
-            ("prefix_len", prefix_len is None or isinstance(prefix_len, int) and prefix_len >= 0, prefix_len,
-             "None (the whole prompt) or an int, at least 0"),
+            ("prefix_len", min(prefixes or [0]) >= 0, min(prefixes or [0]), "None (the whole prompt) or at least 0"),
             ("stop_ids", isinstance(stop_ids, Collection) and all(isinstance(t, int) and t >= 0 for t in stop_ids), stop_ids,
              "a list of token ids"),
             ("temperature", temperature >= 0, temperature, "at least 0 (0 = the most probable token)"),

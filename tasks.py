@@ -8,6 +8,7 @@ Problems, verifiers and rewards.
 A task is a source of numbered problems and a scorer. The names that scripts take:
 
     passes:4-60              made here, for models from scratch: see below. 4-60: seconds on the clock
+    recall:16-32              the same, and at the end also who had the ball at a moment early in the trace
     reasoning_gym:<dataset>  the generated datasets of the package reasoning-gym, scored by its own scorers; with settings:
                              reasoning_gym:chain_sum?min_terms=2&max_terms=3. A solution is the bare answer: it teaches the form
     jsonl:<path>             a line per problem, {"question": ..., "answer": ...}, answers checked by math-verify, or letters if there
@@ -26,6 +27,15 @@ Every step looks up one word of the prompt and otherwise needs only the step bef
 clock says, and only the answer is checked. The worked solutions for the warm start show clocks of up to 24 hours, but they are
 impatient: at every step, with a small probability, they stop and answer with whoever has the ball. Patience is what is left for
 reinforcement learning. (Were there ten people, every minute could be skipped and the answer stay the same; RL found that out at once.)
+
+recall is where a window has to fail: the prompt names a moment in the first third of the trace, and the answer has to say who had the
+ball then. The trace tells that once, and when it is needed, it has long left the window, and the reach of three layers of windows.
+
+    Passes CG AF [...] from 00 00 20 A answer 00 00 15        who has the ball at the end, and who had it when the clock showed 15?
+    00 00 19 F [...] 00 00 15 H 00 00 14 C [...] 00 00 00 E answer E H
+    00 00 19 F [...] 00 00 15 H H 00 00 14 C H [...] 00 00 00 E H answer E H
+
+Of the worked solutions a few (REHEARSES) repeat the name at every step, as in the last line. The others just walk on.
 """
 import sys
 
@@ -177,6 +187,7 @@ PEOPLE = "ABCDEFGHIJK"
 DAY = 24 * 60 * 60      # seconds: the longest clock is 23 59 59
 IMPATIENCE = 0.06      # chance, at every step of an impatient solution, to stop there
 LONGEST_SOLUTION = 40  # steps of an impatient solution
+REHEARSES = 0.2        # share of the solutions of recall that repeat the name that is asked for
 
 
 def passes(name, detail, seed, held_out, longer):
@@ -203,6 +214,35 @@ def passes(name, detail, seed, held_out, longer):
         return Problem(prompt, ring[seconds % len(ring)], f"{''.join(steps)} answer{steps[-1][-2:]}")
 
     return Task(name, problem, score_passes, seed=seed)
+
+
+def recall(name, detail, seed, held_out, longer):
+    match = re.fullmatch(r"(\d+)-(\d+)", detail)
+    low, high = (longer * int(n) for n in match.groups()) if match else (0, 0)
+    if not 16 <= low <= high < DAY:
+        raise ValueError(f"task={name!r}: two numbers of seconds from 16 to {DAY - 1}, such as recall:16-32")
+
+    def problem(i):
+        rng = numbered("recall", seed, held_out, i)
+        ring = rng.sample(PEOPLE, len(PEOPLE))
+        throws = dict(zip(ring, ring[1:] + ring[:1], strict=True))
+        seconds = rng.randint(low, high)
+        asked = rng.randint(1, seconds // 3)                                          # the step whose holder is asked for
+        prompt = (f"Passes {' '.join(a + throws[a] for a in rng.sample(ring, len(ring)))} from {clock(seconds)} {ring[0]} "
+                  f"answer {clock(seconds - asked)}")
+        note = f" {ring[asked % len(ring)]}"
+        rehearsed = note if rng.random() < REHEARSES else ""
+        steps = [f" {clock(seconds - n)} {ring[n % len(ring)]}{rehearsed if n >= asked else ''}" for n in range(1, seconds + 1)]
+        answer = f"{ring[seconds % len(ring)]}{note}"
+        return Problem(prompt, answer, f"{''.join(steps)} answer {answer}")
+
+    return Task(name, problem, score_recall, seed=seed)
+
+
+def score_recall(problem, text, tokens, finish_reason):
+    """1 if the text ends with the only answer that it gives, and both names are right."""
+    found = re.fullmatch(rf"[^a-z]* answer ([{PEOPLE}] [{PEOPLE}])", text)
+    return float(finish_reason == "stop" and found is not None and found[1] == problem.answer)
 
 
 def clock(seconds):
@@ -407,7 +447,7 @@ def python_file(name, detail, seed, held_out, longer):
     return divided(name, problem, score, size, seed, held_out)
 
 
-SOURCES = dict(passes=passes, reasoning_gym=gym, jsonl=jsonl, py=python_file)
+SOURCES = dict(passes=passes, recall=recall, reasoning_gym=gym, jsonl=jsonl, py=python_file)
 
 
 def main():

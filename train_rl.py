@@ -79,7 +79,7 @@ seed = 1                          # of problems and samples
 device = "auto"                   # auto (cuda, then mps, then cpu) | cpu | cuda | mps
 dtype = "auto"                    # auto (bfloat16 where the hardware has it, else float32) | float32 | bfloat16
 
-from configurator import configure, run
+from configurator import configure, run, settings
 
 configure(globals())
 
@@ -587,8 +587,7 @@ def start_wandb(out):
         import wandb
     except ImportError:
         raise ValueError(f"wandb_project={wandb_project!r} needs the package wandb: pip install wandb") from None
-    settings = {k: v for k, v in globals().items() if k[0] != "_" and isinstance(v, bool | int | float | str | list | dict)}
-    return wandb.init(project=wandb_project, name=out.name, dir=str(out), config=settings)
+    return wandb.init(project=wandb_project, name=out.name, dir=str(out), config=settings(globals()))
 
 
 if __name__ == "__main__":

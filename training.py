@@ -31,6 +31,7 @@ from torch.utils.checkpoint import checkpoint
 
 from attn_kernel import wide
 from checkpoint import read_json, replacing
+from configurator import require, settings
 from tokenizer import TOKENIZER_FILES
 
 LOGITS = 2**26  # at most so many logits at once (256 MB in float32)
@@ -267,8 +268,7 @@ def sync(folder):
 def same_keys(keys, state):
     """Keep the configuration in the state of a run. On resume, name on standard error the keys that have changed since; ValueError for
     those that would make it another run."""
-    now = {key: value for key, value in keys.items() if key[0] != "_" and isinstance(value, bool | int | float | str | list | dict | None)}
-    now = json.loads(json.dumps({key: value for key, value in now.items() if key not in ("init_from", "out_dir", "debug", "plan")}))
+    now = settings(keys, without=("init_from", "out_dir", "debug", "plan"))
     before = state.setdefault("keys", now)
     changed = {key: f"{key}={before.get(key)!r} has become {value!r}" for key, value in now.items() if before.get(key) != value}
     for key in ("task", "window", "prefix_len", "rope", "seed"):
@@ -329,13 +329,11 @@ class Progress:
 
 
 def check(keys, *rules):
-    """ValueError for the first rule (key, whether its value is right, what would be right) that does not hold. keys: the globals()."""
+    """ValueError for the first rule that does not hold (see configurator.require), those of both scripts included."""
     whole = [(key, keys[key] >= least, f"at least {least}") for least, names in (
         (1, ("micro_batch", "eval_size")), (0, ("max_steps", "warmup_steps", "save_every", "eval_every", "clip", "lr", "weight_decay")))
         for key in names]
-    for key, right, what in (*whole, ("schedule", keys["schedule"] in ("constant", "linear"), "constant or linear"),
-                             ("beta2", 0 <= keys["beta2"] < 1, "at least 0 and below 1"),
-                             ("prefix_len", keys["prefix_len"] is None or keys["prefix_len"] >= 0, "None (the whole prompt) or at least 0"),
-                             ("seed", abs(keys["seed"]) < 2**63, "of 64 bits"), *rules):
-        if not right:
-            raise ValueError(f"{key}={keys[key]!r}: must be {what}")
+    require(keys, *whole, ("schedule", keys["schedule"] in ("constant", "linear"), "constant or linear"),
+            ("beta2", 0 <= keys["beta2"] < 1, "at least 0 and below 1"),
+            ("prefix_len", keys["prefix_len"] is None or keys["prefix_len"] >= 0, "None (the whole prompt) or at least 0"),
+            ("seed", abs(keys["seed"]) < 2**63, "of 64 bits"), *rules)

@@ -222,6 +222,16 @@ def test_siblings_with_different_limits_keep_the_same_prefix():
             assert c.tokens == generate(model, [PROMPTS[0]], 60, seed=seed, **how)[0].tokens[:n]
 
 
+def test_each_prompt_may_have_a_prefix_of_its_own():
+    """Two rows of the same prompt with different prefixes are no siblings: neither may be copied from the other."""
+    model, prefixes, how = tiny_gpt(), [2, 9, 2, 30], dict(window=4, temperature=1.0)
+    for rows in (1, 4):
+        done = generate(model, [PROMPTS[3]] * 4, 30, prefix_len=prefixes, seed=[5] * 4, rows=rows, **how)
+        for P, c in zip(prefixes, done, strict=True):
+            assert c.tokens == generate(model, [PROMPTS[3]], 30, prefix_len=P, seed=[5], **how)[0].tokens
+        assert done[0].tokens == done[2].tokens and len({tuple(c.tokens) for c in done}) == 3
+
+
 def test_a_tiny_temperature_is_the_limit_of_small_ones():
     """Logits divided by 1e-40 were infinite, their log-probabilities NaN."""
     model = tiny_gpt(dtype=torch.float32)
@@ -381,7 +391,8 @@ def test_thinking_with_end_tokens_before_the_minimum():
         (dict(prompts=["ab"]), "prompt 0 is no list of token ids but 'ab'"),
         (dict(stop_ids=5), "stop_ids=5"),
         (dict(stop_ids=[-1]), r"stop_ids=\[-1\]"),
-        (dict(prefix_len=[1]), r"prefix_len=\[1\]"),
+        (dict(prefix_len=[1, 2, 3]), r"prefix_len is one int or \d of them, one per prompt, not \[1, 2, 3\]"),
+        (dict(prefix_len=1.5), "not 1.5"),
         (dict(max_new_tokens=2.5), "max_new_tokens"),
         (dict(max_new_tokens=0), "max_new_tokens=0"),
         (dict(max_new_tokens=[1, 2]), "1 of them"),
