@@ -41,7 +41,7 @@ import sys
 
 n = 3             # how many problems to print
 seed = 1          # of the problems
-held_out = False  # True: of those that a run is evaluated on
+held_out: bool | None = False  # True: of those that a run is evaluated on; None: of all that there are
 
 _what = sys.argv.pop(1) if __name__ == "__main__" and sys.argv[1:] and sys.argv[1][0] != "-" else None
 
@@ -87,6 +87,7 @@ class Task:
     score: Callable
     size: int | None = None
     seed: int = 0
+    held_out: bool | None = False
 
     def draw(self, n):
         """The n-th problem of a training run: number n of a task without end, else all of them in one random order after another."""
@@ -97,8 +98,9 @@ class Task:
 
 
 def load_task(name, seed=0, held_out=False, longer=1):
-    """The Task that a name stands for. held_out: problems that the others do not hold. longer: a factor on how long their traces have
-    to be, where the task knows. Raises ValueError for an unknown name, FileNotFoundError for a missing file."""
+    """The Task that a name stands for. held_out: False = the problems to learn from, True = those held out of them, None = all that
+    there are, in the order of the file (for evaluation sets; as True where a task has no end). longer: a factor on how long their traces
+    have to be, where the task knows. Raises ValueError for an unknown name, FileNotFoundError for a missing file."""
     kind, _, detail = name.partition(":")
     if kind not in SOURCES:
         raise ValueError(f"task={name!r}: one of {', '.join(SOURCES)}, such as passes:4-60 or jsonl:problems.jsonl")
@@ -118,12 +120,14 @@ def numbered(*key):
 def divided(name, problem, score, size, seed, held_out):
     """The Task of problem(i, seed). Held out are the problems of another seed, or every 20th of a number of them, the first included."""
     if size is None:
-        own = numbered("held out", seed).getrandbits(31) if held_out else seed
-        return Task(name, lambda i: problem(i, own), score, seed=seed)
-    if size < 2:
+        own = numbered("held out", seed).getrandbits(31) if held_out in (True, None) else seed
+        return Task(name, lambda i: problem(i, own), score, None, seed, held_out)
+    if size < 1:
+        raise ValueError(f"task={name!r} has {size} problems")
+    if size < 2 and held_out is not None:
         raise ValueError(f"task={name!r} has {size} problem, and needs two: one to learn from, one to be held out")
-    numbers = [i for i in range(size) if (i % 20 == 0) == held_out]
-    return Task(name, lambda i: problem(numbers[i], seed), score, len(numbers), seed)
+    numbers = [i for i in range(size) if held_out is None or (i % 20 == 0) == held_out]
+    return Task(name, lambda i: problem(numbers[i], seed), score, len(numbers), seed, held_out)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -197,7 +201,7 @@ def passes(name, detail, seed, held_out, longer):
         raise ValueError(f"task={name!r}: passes:impatient, or two numbers of seconds from 1 to {DAY - 1}, such as passes:4-60")
 
     def problem(i):
-        rng = numbered("passes", seed, held_out, i)
+        rng = numbered("passes", seed, held_out in (True, None), i)
         # small rings soon teach that the next holder is somebody who stands in the prompt; whole ones, to look everywhere in it
         size = len(PEOPLE) if match else rng.choice((rng.randint(3, 5), rng.randint(3, len(PEOPLE)), len(PEOPLE)))
         ring = rng.sample(PEOPLE, size)
@@ -213,7 +217,7 @@ def passes(name, detail, seed, held_out, longer):
         steps = [f" {clock(seconds - n)} {ring[n % len(ring)]}" for n in range(1, min(shown, seconds) + 1)]
         return Problem(prompt, ring[seconds % len(ring)], f"{''.join(steps)} answer{steps[-1][-2:]}")
 
-    return Task(name, problem, score_passes, seed=seed)
+    return Task(name, problem, score_passes, None, seed, held_out)
 
 
 def recall(name, detail, seed, held_out, longer):

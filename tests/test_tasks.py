@@ -146,11 +146,15 @@ def test_the_lines_of_a_file_are_split_and_each_epoch_has_all(tmp_path, n, seed)
     epochs = [[train.draw(epoch * train.size + i).answer for i in range(train.size)] for epoch in range(3)]
     assert all(sorted(epoch) == sorted(answers[0]) for epoch in epochs)
     assert n < 10 or epochs[0] != epochs[1] != epochs[2]
+    whole = load_task(numbers_file(tmp_path, n), seed, None)
+    assert [whole.problem(i).answer for i in range(whole.size)] == [str(i) for i in range(n)]
 
 
 def test_one_line_cannot_be_split(tmp_path):
-    with pytest.raises(ValueError, match="1 problem"):
-        load_task(numbers_file(tmp_path, 1))
+    for held_out in (False, True):
+        with pytest.raises(ValueError, match="1 problem"):
+            load_task(numbers_file(tmp_path, 1), held_out=held_out)
+    assert load_task(numbers_file(tmp_path, 1), held_out=None).size == 1
 
 
 @pytest.mark.parametrize("name", ["passes:4-60", "passes:impatient", "reasoning_gym:chain_sum"])
@@ -160,6 +164,8 @@ def test_problems_without_end(name):
     assert train.size is None and len(set(sum(prompts, []))) > 850
     if name.startswith("passes"):  # among sums of a few digits some are equal by chance
         assert not set(prompts[0]) & set(prompts[2])
+    assert [load_task(name, 1, None).draw(i).prompt for i in range(300)] == prompts[2]
+    assert [load_task(name, 1, x).held_out for x in (False, True, None)] == [False, True, None]
     assert [load_task(name, 1).problem(i).prompt for i in (299, 7, 299)] == [prompts[0][i] for i in (299, 7, 299)]
 
 
@@ -350,6 +356,7 @@ def test_a_users_file(tmp_path):
     (dict(text="problem = 5"), "mine.py has no function problem"),
     (dict(text="import nothing_at_all"), "mine.py: ModuleNotFoundError: .*nothing_at_all"), (dict(text="def"), "mine.py: SyntaxError"),
     (dict(size="'ten'"), "mine.py: size .*'ten'"), (dict(size=1), "1 problem"), (dict(size=0), "0 problem"),
+    (dict(size=0, held_out=None), "0 problem"),
     (dict(problem="'?'"), r"mine.py: problem\(0, 3\) .*'\?'"), (dict(problem="None"), r"mine.py: problem\(0, 3\)"),
     (dict(problem="5, 6"), r"mine.py: problem\(0, 3\)"), (dict(score="1.5"), "mine.py: score .*1.5"), (dict(score="-1"), "mine.py: score"),
     (dict(score="float('nan')"), "mine.py: score .*nan"), (dict(score="'1'"), "mine.py: score .*'1'"),
