@@ -63,7 +63,7 @@ from dataclasses import dataclass, replace
 from numbers import Real
 from pathlib import Path
 
-from checkpoint import replacing
+from checkpoint import read_json, replacing
 from tokenizer import BYTE
 from verify import BLOCK, behind_thinking, find_answer, judged, reaches
 
@@ -128,6 +128,48 @@ def divided(name, problem, score, size, seed, held_out):
         raise ValueError(f"task={name!r} has {size} problem, and needs two: one to learn from, one to be held out")
     numbers = [i for i in range(size) if held_out is None or (i % 20 == 0) == held_out]
     return Task(name, lambda i: problem(numbers[i], seed), score, len(numbers), seed, held_out)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# which problems are worth training on
+
+def between(source, path, min_pass, max_pass):
+    """The Task of those problems of `source` that a model solved at a rate from min_pass to max_pass, both included. path: the
+    pass_rates.json that eval.py wrote of this task, seed and part: {"task": ..., "seed": ..., "held_out": ..., "rates": {"0": 0.5, ...}},
+    by the numbers i of source.problem(i); problems without a rate are left out.
+    Two criteria of the paper come down to it. Difficulty: neither never nor nearly always solved in 16 samples, min_pass=1/16 and
+    max_pass=14/16. Answers that are guessed without thinking in at least one of 8 samples: the rates of 8 samples without thinking, and
+    max_pass=0. (For both at once, take the numbers of the guessed ones out of the file of the other rates.)
+    Raises ValueError if the file is of another form or of other problems or no problem is left, FileNotFoundError if there is none."""
+    if not 0 <= min_pass <= max_pass <= 1:
+        raise ValueError(f"min_pass={min_pass!r} and max_pass={max_pass!r}: pass rates from 0 to 1, the first not above the second")
+    found = read_json(Path(path))
+    rates = found.get("rates")
+    if not isinstance(rates, dict) or not all(
+            re.fullmatch("0|[1-9][0-9]{0,8}", i) and type(rate) in (int, float) and 0 <= rate <= 1 for i, rate in rates.items()):
+        raise ValueError(f'{path}: "rates" must map numbers of problems to pass rates from 0 to 1, such as {{"0": 0.5}}')
+    for key, value in dict(task=source.name, seed=source.seed, held_out=source.held_out).items():
+        if key not in found or found[key] != value:
+            raise ValueError(f"{path} has the pass rates of {key}={found.get(key, 'missing')!r}, not of {value!r}")
+    rates = {int(i): rate for i, rate in rates.items()}
+    if source.size is not None and max(rates, default=0) >= source.size:
+        raise ValueError(f"{path} has a pass rate of problem {max(rates)}, and task={source.name!r} ends at {source.size - 1}")
+    numbers = sorted(i for i, rate in rates.items() if min_pass <= rate <= max_pass)
+    if not numbers:
+        raise ValueError(f"{path}: none of {len(rates)} problems has a pass rate from {min_pass} to {max_pass}")
+    name = f"{source.name}, pass rates {min_pass} to {max_pass}"  # the numbers are others now: rates of the source do not fit any more
+    return replace(source, name=name, problem=lambda i: source.problem(numbers[i]), size=len(numbers))
+
+
+OPEN = re.compile(r"\b(prove|show\s+that|explain|how\s+(would|could|can|should|might|do|does|did|is|are|was|were|will))\b", re.IGNORECASE)
+ITEM = r"(?<!\S)\({0}\)\s+[\w$\\]|(?:^|[.?!:;]\s|\n)\s*{0}\)\s"  # "(a) Find", or "a) Find" where a sentence begins: not f(a), (0, a)
+
+
+def verifiable(question):
+    """Whether a short answer to a question (a text) can be checked: it asks for no proof or explanation, and for one thing, not for
+    (a) and (b). The paper drops questions with "How", too; here "how many", "how far" and their like stay, as their answers are numbers,
+    and so does "how to", which is often part of a story."""
+    return not OPEN.search(question) and not all(re.search(ITEM.format(letter), question) for letter in "ab")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

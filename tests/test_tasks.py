@@ -189,6 +189,88 @@ def test_a_file_that_is_not_there(kind):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# which problems are worth training on
+
+def rates_file(tmp_path, rates, **changes):
+    """pass_rates.json of the 8 lines to learn from of nine lines: the problems 0..7 have the answers "1".."8"."""
+    found = dict(task=numbers_file(tmp_path, 9), seed=3, held_out=False, rates=rates) | changes
+    (tmp_path / "pass_rates.json").write_text(json.dumps({key: value for key, value in found.items() if value != "absent"}))
+    return load_task(f"jsonl:{tmp_path / 'n.jsonl'}", 3), tmp_path / "pass_rates.json"
+
+
+RATES = {"0": 0.0, "1": 0.0625, "2": 0.5, "3": 1, "4": 0.875, "6": 0.9375, "7": 0}  # of problem 5 there is none
+
+
+@pytest.mark.parametrize("low, high, answers", [
+    (0.0625, 0.875, "235"), (0.0, 1.0, "1234578"), (0.0, 0.0, "18"), (1.0, 1.0, "4"), (0.06, 0.49, "2"), (0, 0.9, "12358")])
+def test_problems_by_their_pass_rates(tmp_path, low, high, answers):
+    whole, path = rates_file(tmp_path, RATES)
+    source = tasks.between(whole, path, low, high)
+    assert source.size == len(answers) and [source.problem(i).answer for i in range(source.size)] == [*answers]
+    for epoch in range(3):
+        drawn = [source.draw(epoch * source.size + i) for i in range(source.size)]
+        assert sorted(p.answer for p in drawn) == [*answers]
+    assert source.problem(0) is whole.problem(int(answers[0]) - 1) and whole.size == 8
+    assert source.score(source.problem(0), rf"\boxed{{{answers[0]}}}", [], "stop") == 1
+    with pytest.raises(ValueError, match="not of 'jsonl:.*n.jsonl, pass rates"):  # whose numbers are others
+        tasks.between(source, path, 0, 1)
+
+
+def test_problems_without_end_by_their_pass_rates(tmp_path):
+    whole, (_, path) = load_task("passes", 3), rates_file(tmp_path, {"70": 0.5, "8": 0.5, "9": 1}, task="passes")
+    source = tasks.between(whole, path, 0.1, 0.9)
+    assert source.size == 2 and [source.problem(i) for i in (0, 1)] == [whole.problem(8), whole.problem(70)]
+    assert {source.draw(i).prompt for i in range(4)} == {whole.problem(8).prompt, whole.problem(70).prompt}
+    everything, (_, path) = load_task("passes", 3, None), rates_file(tmp_path, {"4": 0.5}, task="passes", held_out=None)
+    assert tasks.between(everything, path, 0, 1).problem(0) == everything.problem(4)
+
+
+@pytest.mark.parametrize("changes, says", [
+    (dict(task="jsonl:other.jsonl"), "task='jsonl:other.jsonl', not of 'jsonl:"), (dict(seed=4), "seed=4, not of 3"),
+    (dict(held_out=True), "held_out=True, not of False"), (dict(held_out=None), "held_out=None, not of False"),
+    (dict(seed="absent"), "seed='missing'"), (dict(held_out="absent"), "held_out='missing'"), (dict(rates="absent"), '"rates" must map'),
+    (dict(rates=[0.5]), '"rates" must map'), (dict(rates={"0": 1.5}), '"rates" must map'), (dict(rates={"0": True}), '"rates" must map'),
+    (dict(rates={"0": "0.5"}), '"rates" must map'), (dict(rates={"0": math.nan}), '"rates" must map'),
+    (dict(rates={"-1": 0.5}), '"rates" must map'), (dict(rates={"x": 0.5}), '"rates" must map'),
+    (dict(rates={"01": 0.5}), '"rates" must map'), (dict(rates={"8": 0.5}), "problem 8, and task='jsonl:.*ends at 7"),
+    (dict(rates={}), "none of 0 problems"),
+    (dict(rates={"0": 0.1, "1": 0.9}), "none of 2 problems has a pass rate from 0.25 to 0.75")])
+def test_wrong_pass_rates(tmp_path, changes, says):
+    source, path = rates_file(tmp_path, **{"rates": RATES} | changes)
+    with pytest.raises(ValueError, match=says) as error:
+        tasks.between(source, path, 0.25, 0.75)
+    assert "\n" not in str(error.value) and "pass_rates.json" in str(error.value)
+
+
+def test_pass_rates_that_are_none(tmp_path):
+    source, path = rates_file(tmp_path, RATES)
+    for low, high in ((0.5, 0.4), (-0.1, 1), (0, 1.1), (math.nan, 1)):
+        with pytest.raises(ValueError, match="min_pass.*max_pass"):
+            tasks.between(source, path, low, high)
+    path.write_text("[0.5]")
+    with pytest.raises(ValueError, match="pass_rates.json holds a list"):
+        tasks.between(source, str(path), 0, 1)
+    with pytest.raises(FileNotFoundError, match="no/rates.json"):
+        tasks.between(source, "no/rates.json", 0, 1)
+
+
+@pytest.mark.parametrize("question, right", [
+    ("How many primes are below 100?", 1), ("In how many ways can 8 people sit?", 1), ("How far does the train go?", 1),
+    ("How much does Ann pay, and how old is she?", 1), ("Tom learns how to juggle with 3 balls. Find the number of throws.", 1),
+    ("Find the area proved to be least, as Euler's proof shows that it is.", 1), ("He explained it. What is 2 + 2?", 1),
+    ("If f(a) = 2 and f(b) = 3, find f(a) + f(b).", 1), ("A line joins (0, a) to (0, b). Find a + b.", 1), ("Let x be in (a, b).", 1),
+    ("Which holds?\n(A) x = 1\n(B) x = 2", 1), ("A triangle has sides a, b and c. (a) marks the longest one. Find c.", 1),
+    ("(b) is not asked for", 1), ("Simplify $(a) (b)$", 1),
+    ("Prove that 2 is prime.", 0), ("Find x and prove it is least.", 0), ("Let n > 1. Show that n < 2n.", 0), ("Show\nthat 1 < 2.", 0),
+    ("SHOW THAT 1 < 2", 0), ("Explain why the sky is blue.", 0), ("How would you test it?", 0), ("how does the area change?", 0),
+    ("How can one tell?", 0), ("How is work related to heat?", 0),
+    ("(a) Find x. (b) Find y.", 0), ("Let x = 2.\n(a) What is $x^2$?\n(b) What is x^3?", 0), ("a) Find x.\nb) Find y.", 0),
+    ("Let x = 2. a) Find x. b) Find y.", 0), ("(a) \\(x\\) is what, and (b) $y$?", 0), ("  a) x\n\n  b) y", 0)])
+def test_what_can_be_verified(question, right):
+    assert tasks.verifiable(question) == right
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # math-verify in its process
 
 def math_score(right, text):
