@@ -23,6 +23,9 @@ top-p and top-k in rollouts (their log-probabilities would be of another distrib
 init_from = "data/smollm2"        # resume | a Hugging Face folder | a hub name
 out_dir = "out-rl"                # the run's folder: checkpoints, log.csv, samples.jsonl
 task = "reasoning_gym:chain_sum"  # passes:4-60 | reasoning_gym:<dataset> | jsonl:<path> | py:<file>
+pass_rates = ""                   # pass_rates.json of eval.py on this task and seed: it chooses the problems; "" = all are used
+min_pass = 0.0                    # with pass_rates: from this pass rate on, 0 to 1
+max_pass = 1.0                    # with pass_rates: up to this pass rate, min_pass to 1
 system = ""                       # system message for the chat template, "" = none
 template_args = {}                # further arguments of the chat template, such as {"enable_thinking": True}
 reward = {"correct": 1.0}         # weight of each part: correct | format | overlong | length (see tasks.reward_parts)
@@ -96,7 +99,7 @@ from checkpoint import local_folder
 from engine import Completion, generate
 from model import GPT, device_and_dtype
 from sliding_cache import SlidingCache, free_bytes, layer_windows, mix, peak_bytes, row_bytes
-from tasks import ask_for_length, check_reward, load_task, prompt_ids, reward_parts
+from tasks import ask_for_length, between, check_reward, load_task, prompt_ids, reward_parts
 from tokenizer import TOKENIZER_FILES, load_tokenizer
 
 CARRY_CHUNK = 1024  # tokens that run through the model at once on the way to the context
@@ -467,6 +470,8 @@ def check():
         ("truncated", truncated in ("keep", "zero", "drop"), "keep, zero or drop"),
         ("overlong_margin", 0 <= overlong_margin <= max_new_tokens, "0 to max_new_tokens"),
         ("length_targets", all(type(n) is int and n > 0 for n in length_targets), "a list of numbers of tokens"),
+        ("max_pass", 0 <= min_pass <= max_pass <= 1, f"0 to 1, and not below min_pass={min_pass!r}"),
+        ("pass_rates", pass_rates or (min_pass, max_pass) == (0, 1), "a file for min_pass and max_pass to choose by"),
         ("init_from", init_from != "scratch", "a model that gets some answers right: make one with train_sft.py"))
     check_reward(reward, length_targets)
 
@@ -478,6 +483,8 @@ def main():
     rank, world, name = training.start_processes(device)
     where, kind = device_and_dtype(name, dtype)
     source = load_task(task, seed)
+    if pass_rates:
+        source = between(source, pass_rates, min_pass, max_pass)
     out, init, state = (None, init_from, None) if plan else training.open_run(out_dir, init_from, "train_rl.py")
     model, tokenizer = GPT.from_pretrained(init, dtype=kind, device=where), load_tokenizer(init)
     folder = local_folder(init, TOKENIZER_FILES)

@@ -271,8 +271,8 @@ def same_keys(keys, state):
     now = settings(keys, without=("init_from", "out_dir", "debug", "plan"))
     before = state.setdefault("keys", now)
     changed = {key: f"{key}={before.get(key)!r} has become {value!r}" for key, value in now.items() if before.get(key) != value}
-    for key in ("task", "window", "prefix_len", "rope", "seed"):
-        if key in changed:
+    for key in ("task", "pass_rates", "min_pass", "max_pass", "window", "prefix_len", "rope", "seed"):
+        if key in changed and key in before:                                          # a run of before there was such a key goes on
             raise ValueError(f"on resume {changed[key]}: that is another run; give it another out_dir")
     if changed:
         print("on resume: " + "; ".join(changed.values()), file=sys.stderr)

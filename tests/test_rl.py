@@ -418,6 +418,33 @@ def test_reference_kl(configure):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# the configuration
+
+@pytest.mark.parametrize("keys, says", [
+    (dict(min_pass=0.1), "pass_rates='': must be a file"), (dict(max_pass=0.9), "pass_rates='': must be a file"),
+    (dict(pass_rates="r.json", min_pass=0.6, max_pass=0.5), "max_pass=0.5: must be 0 to 1, and not below min_pass=0.6"),
+    (dict(pass_rates="r.json", min_pass=-0.1), "max_pass=1.0: .*min_pass=-0.1"), (dict(pass_rates="r.json", max_pass=1.5), "max_pass=1.5"),
+    (dict(pass_rates="r.json", min_pass=math.nan), "min_pass=nan")])
+def test_pass_rates_are_checked(configure, keys, says):
+    configure(**keys)
+    with pytest.raises(ValueError, match=says):
+        train_rl.check()
+    configure(pass_rates="r.json", min_pass=0.1, max_pass=0.1)
+    train_rl.check()
+
+
+def test_other_pass_rates_are_another_run():
+    keys = dict(task="passes", pass_rates="r.json", min_pass=0.1, max_pass=0.9)
+    for key, other in dict(pass_rates="", min_pass=0.2, max_pass=1.0).items():
+        state = {}
+        training.same_keys(keys, state)
+        training.same_keys(keys, state)
+        with pytest.raises(ValueError, match=f"{key}=.*another run"):
+            training.same_keys(keys | {key: other}, state)
+    training.same_keys(keys, {"keys": {"task": "passes"}})                            # saved when there were no such keys
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # rollouts
 
 class Words:

@@ -315,6 +315,7 @@ def test_wrong_inputs(untrained, tmp_path):
         ([*SFT, out, "--schedule=cosine"], "schedule='cosine'"),
         ([*SFT, out, "--micro_batch=0"], "micro_batch=0: must be at least 1"),
         ([*rl, "--master_device=gpu"], "master_device='gpu'"),
+        ([*rl, "--pass_rates=no/rates.json"], "no/rates.json is missing"),
         ([*rl, "--reward={'length': 1.0}"], "needs length_targets"),
         ([*RL, f"--init_from={untrained}", f"--out_dir={untrained}/config.json"], "is a file")]
     for k in range(0, len(cases), 2):                                                 # two at a time
@@ -327,6 +328,19 @@ def test_wrong_inputs(untrained, tmp_path):
     assert "window=8 has become 9: that is another run" in said(start([*rl, "--init_from=resume", "--window=9"]))
     process = start([*rl, "--init_from=resume", "--max_steps=1", "--lr=0.5"])
     assert "lr=0.001 has become 0.5" in finish(process)[1 + 1]
+
+
+def test_a_run_on_problems_of_some_pass_rates(untrained, tmp_path):
+    """It samples those problems only, and goes on with no others."""
+    held = dict(task=TASK, seed=1, held_out=False)
+    (tmp_path / "rates.json").write_text(json.dumps(held | {"rates": {"3": 0.5, "4": 0.0, "7": 0.75, "8": 1.0}}))
+    run = [*RL, f"--out_dir={tmp_path / 'out'}", "--eval_every=0", "--samples_per_step=99", f"--pass_rates={tmp_path / 'rates.json'}",
+           "--min_pass=0.5"]
+    script([*run, f"--init_from={untrained}", "--max_pass=0.75", "--max_steps=2"])
+    samples = [json.loads(line) for line in (tmp_path / "out" / "samples.jsonl").read_text().splitlines()]
+    problems = load_task(TASK, 1).problem
+    assert len(samples) == 24 and {s["prompt"] for s in samples} == {problems(3).prompt, problems(7).prompt}
+    assert "max_pass=0.75 has become 1.0: that is another run" in said(start([*run, "--init_from=resume"]))
 
 
 def test_the_plan(untrained, tmp_path):
