@@ -223,6 +223,8 @@ def test_problems_without_end_by_their_pass_rates(tmp_path):
     assert {source.draw(i).prompt for i in range(4)} == {whole.problem(8).prompt, whole.problem(70).prompt}
     everything, (_, path) = load_task("passes", 3, None), rates_file(tmp_path, {"4": 0.5}, task="passes", held_out=None)
     assert tasks.between(everything, path, 0, 1).problem(0) == everything.problem(4)
+    with pytest.raises(ValueError, match="held_out='missing', not of None"):
+        tasks.between(everything, rates_file(tmp_path, {"4": 0.5}, task="passes", held_out="absent")[1], 0, 1)
 
 
 @pytest.mark.parametrize("changes, says", [
