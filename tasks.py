@@ -8,11 +8,12 @@ Problems, verifiers and rewards.
 A task is a source of numbered problems and a scorer. The names that scripts take:
 
     passes:4-60              made here, for models from scratch: see below. 4-60: seconds on the clock
-    recall:16-32              the same, and at the end also who had the ball at a moment early in the trace
+    recall:16-32             the same, and at the end also who had the ball at a moment early in the trace
     reasoning_gym:<dataset>  the generated datasets of the package reasoning-gym, scored by its own scorers; with settings:
                              reasoning_gym:chain_sum?min_terms=2&max_terms=3. A solution is the bare answer: it teaches the form
     jsonl:<path>             a line per problem, {"question": ..., "answer": ...}, answers checked by math-verify, or letters if there
-                             are "choices"; "solution" (a worked text) is what train_sft.py learns from; lines 1, 21, 41, ... are held out
+                             are "choices"; "solution" (a worked text) is what train_sft.py learns from; lines 1, 21, 41, ... are held out.
+                             data/*/prepare.py make such files of AIME25, GPQA, MATH-500 and the paper's problems
     py:<file>                a Python file with problem(i, seed) -> (prompt, answer) or a tasks.Problem, score(problem, text, tokens,
                              finish_reason) -> 0 to 1 and, if its problems have an end, `size`
 
@@ -269,7 +270,7 @@ def recall(name, detail, seed, held_out, longer):
         raise ValueError(f"task={name!r}: two numbers of seconds from 16 to {DAY - 1}, such as recall:16-32")
 
     def problem(i):
-        rng = numbered("recall", seed, held_out, i)
+        rng = numbered("recall", seed, held_out in (True, None), i)
         ring = rng.sample(PEOPLE, len(PEOPLE))
         throws = dict(zip(ring, ring[1:] + ring[:1], strict=True))
         seconds = rng.randint(low, high)
@@ -282,7 +283,7 @@ def recall(name, detail, seed, held_out, longer):
         answer = f"{ring[seconds % len(ring)]}{note}"
         return Problem(prompt, answer, f"{''.join(steps)} answer {answer}")
 
-    return Task(name, problem, score_recall, seed=seed)
+    return Task(name, problem, score_recall, None, seed, held_out)
 
 
 def score_recall(problem, text, tokens, finish_reason):
