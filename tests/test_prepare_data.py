@@ -20,6 +20,7 @@ from tasks import load_task, read_problem
 sys.path.append(str(ROOT / "data"))
 from rows import read_rows
 
+PATH = f"{ROOT}:{ROOT / 'data'}"
 AIME = [{"problem": "Find the sum of all bases $b>9$.", "answer": "70", "id": "0"},
         {"problem": "Find the angle in degrees.", "answer": r"336^\circ", "id": "1"},
         {"problem": "How many ways?", "answer": "016", "id": "2"}]
@@ -50,7 +51,7 @@ def copied(name, folder):
 
 def run(script, *args, cwd, **changes):
     return subprocess.run([sys.executable, script, *args], capture_output=True, encoding="utf-8", cwd=cwd,
-                          env=os.environ | {"PYTHONPATH": str(ROOT)} | changes)
+                          env=os.environ | {"PYTHONPATH": PATH} | changes)
 
 
 def write(path, rows):
@@ -93,7 +94,7 @@ def test_the_hub(tmp_path):
                                           "def load_dataset(path, name=None, *, split):\n"
                                           "    return next(rows for asked, rows in sets if asked == [path, name, split])\n")
     for name in SETS:
-        done = run(copied(name, tmp_path / name), cwd=tmp_path, PYTHONPATH=f"{tmp_path}:{ROOT}")
+        done = run(copied(name, tmp_path / name), cwd=tmp_path, PYTHONPATH=f"{tmp_path}:{PATH}")
         assert done.returncode == 0 and problems(tmp_path / name, name).size == json.loads(done.stdout)["problems"], done.stderr
 
 
@@ -205,6 +206,6 @@ def test_wrong_calls_end_in_one_line(tmp_path):
              (["none.jsonl"], ROOT, "'none.jsonl': No such file"), (["--help"], ROOT, "one .jsonl or .csv file"),
              (["empty.jsonl"], ROOT, "there is no problem")]
     for args, first, says in calls:
-        done = run(script, *args, cwd=tmp_path, PYTHONPATH=f"{first}:{ROOT}")
+        done = run(script, *args, cwd=tmp_path, PYTHONPATH=f"{first}:{PATH}")
         assert done.returncode == 2 and says in done.stderr and done.stderr.count("\n") == 1, done.stderr
     assert os.listdir(tmp_path / "set") == ["prepare.py"]

@@ -171,7 +171,7 @@ def test_problems_without_end(name):
 
 @pytest.mark.parametrize("name, says", [
     ("passes:0-3", "passes:4-60"), ("passes:9-3", "two numbers"), ("passes:4", "two numbers"),
-    ("pases", "passes, reasoning_gym, jsonl, py"),
+    ("pases", "passes, recall, reasoning_gym, jsonl, py"),
     ("reasoning_gym:chainsum", "'chainsum', did you mean 'chain_sum'"), ("reasoning_gym:", "''"),
     ("reasoning_gym:chain_sum?min_term=2", "'min_term', did you mean 'min_terms'"), ("reasoning_gym:chain_sum?seed=2", "'seed'"),
     ("reasoning_gym:chain_sum?min_terms=3&max_terms=2", "max_terms must be >= min_terms"), ("reasoning_gym:chain_sum?min_terms=x", "str"),
