@@ -26,10 +26,9 @@ prefix_len: int | None = None  # tokens, P; None = the prompt of a sampled trace
 rope = "continue"              # attention, receptive: continue | reset
 text = ""                      # a file to read; "" = a sampled trace where there is a prompt, else the documentation in Python
 start = ""                     # the prompt of a sampled trace; "" = attention: a story, receptive and longtext: no trace but a text
-n_tokens: int | None = None    # of the text, or sampled at most; None = attention: 1024, receptive: 24 windows, longtext: 16384
+n_tokens: int | None = None    # of the text, or sampled at most; None = attention: 1024, receptive: 16 windows, longtext: 16384
 changes = 16                   # receptive: tokens that are changed, one at a time; the effects are averaged
 recent = 256                   # attention: the last tokens to mark and add up where window is None
-sigma = 8.0                    # attention: tokens, the width of the smoothed line; 0 = none
 chunk = 1024                   # longtext: tokens per forward
 device = "auto"                # auto (cuda, then mps, then cpu) | cpu | cuda | cuda:1 | mps
 dtype = "auto"                 # auto (bfloat16 where the hardware has it, else float32) | float32 | bfloat16 | float16 | float64
@@ -46,14 +45,13 @@ import time
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 
 from attn_kernel import check_window, visible, wide
 from engine import POLICIES, generate
 from model import GPT, device_and_dtype, rotate
 from sliding_cache import SlidingCache, layer_windows
 from tokenizer import load_tokenizer
-from training import token_logprobs
+from training import Progress, token_logprobs
 
 STORY = "Tell me a long story about a lighthouse keeper who finds a map."
 PAPER_MISMATCH = {1: 0.2226, 2: 0.0137, 4: 0.0075, 8: 0.0051}  # Fig. 8: Qwen3-1.7B, W = 2048, the mean of its five steps
@@ -111,48 +109,46 @@ def minutes(log):
 
 
 def curve():
-    """Fig. 7 of the paper: share solved and mean trace length of train_rl.py, against the step and, where the logs have times,
-    against minutes of sampling and training. Dots are held-out problems. Runs of the same name are one line, their mean, in a
-    band from the lowest to the highest, over the steps that they share."""
+    """Fig. 7 of the paper: share solved and mean trace length of train_rl.py, against the step and, where all logs have times, against
+    minutes of sampling and training. Dots are held-out problems. Runs of the same name are one line, their mean, in a band from the
+    lowest to the highest, over the steps that they share."""
     paths = [Path(path) for path in logs.split(",")]
     names = labels.split(",") if labels else [str(path.parent) for path in paths]
     if len(names) != len(paths):
         raise ValueError(f"labels={labels!r}: {len(names)} names for {len(paths)} logs")
     runs, lines = {}, {}
     for path, name in zip(paths, names, strict=True):
-        log = read_log(path)
-        if not log.get("solved"):
+        runs.setdefault(name, []).append(read_log(path))
+        if not runs[name][-1].get("solved"):
             raise ValueError(f"{path} has no column solved: it is no log of train_rl.py")
-        runs.setdefault(name, []).append(log)
     n_rows = 2 if all(minutes(log) for group in runs.values() for log in group) else 1
     fig, axes = panels(n_rows, 2)
 
-    def shared(columns):  # -> the steps that all have, the values of each
-        steps = sorted(set.intersection(*(set(column) for column in columns)))
-        return steps, [[column[step] for column in columns] for step in steps]
+    def draw(group, column, *style, **options):  # -> the means, and the x of the last row of panels
+        values = [dict(log.get(column, [])) for log in group]
+        steps, clocks = sorted(set.intersection(*map(set, values))), [minutes(log) for log in group]
+        values = [[run[step] for run in values] for step in steps]
+        mean, x = [sum(v) / len(v) for v in values], steps
+        for row in range(n_rows):
+            x = [sum(clock[step] for clock in clocks) / len(clocks) for step in steps] if row else steps
+            ax = axes[row, int("length" in column)]
+            ax.plot(x, mean, *style, **options)
+            if len(group) > 1 and not style:
+                ax.fill_between(x, [*map(min, values)], [*map(max, values)], color=options["color"], alpha=0.2, linewidth=0)
+            ax.set_xlabel("minutes of sampling and training" if row else "step")
+        return mean, x
 
     for number, (name, group) in enumerate(runs.items()):
-        clocks = [minutes(log) for log in group]
-        for panel, (column, dots) in enumerate((("solved", "eval_solved"), ("length_mean", "eval_length"))):
-            for row in range(n_rows):
-                ax = axes[row, panel]
-                for what in (column, dots):
-                    steps, values = shared([dict(log.get(what, [])) for log in group])
-                    x = [sum(clock[step] for clock in clocks) / len(clocks) for step in steps] if row else steps
-                    mean = [sum(v) / len(v) for v in values]
-                    if what == dots:
-                        ax.plot(x, mean, "o", color=f"C{number}")
-                        continue
-                    if not steps:
-                        raise ValueError(f"the runs of {name!r} have no step in common that has {column}")
-                    ax.plot(x, mean, color=f"C{number}", label=name)
-                    if len(group) > 1:
-                        ax.fill_between(x, list(map(min, values)), list(map(max, values)), color=f"C{number}", alpha=0.2, linewidth=0)
-                    lines.setdefault(name, dict(runs=len(group), steps=len(steps)))[f"{column}_last"] = round(mean[-1], 4)
-                    lines[name] |= dict(minutes=round(x[-1], 3)) if row else {}
-                ax.set(title=("share solved", "tokens per trace")[panel], xlabel="minutes of sampling and training" if row else "step")
-    for ax in axes[:, 0]:
-        ax.set_ylim(0, 1)
+        (solved, x), (length, _) = (draw(group, column, color=f"C{number}", label=name) for column in ("solved", "length_mean"))
+        if not solved or not length:
+            raise ValueError(f"the runs of {name!r} have no step in common that has solved and length_mean")
+        for column in ("eval_solved", "eval_length"):
+            draw(group, column, "o", color=f"C{number}")
+        lines[name] = dict(runs=len(group), steps=len(solved), solved_last=round(solved[-1], 4), length_mean_last=round(length[-1], 4))
+        lines[name] |= dict(minutes=round(x[-1], 3)) if n_rows == 2 else {}
+    for solved, length in axes:
+        solved.set(title="share solved", ylim=(0, 1.02))
+        length.set_title("tokens per trace")
     axes[0, 0].legend()
     return dict(figure="curve", out=save(fig, "curve"), lines=lines)
 
@@ -162,7 +158,7 @@ def accuracy():
     per arm (a policy with its window), one point per token budget."""
     arms, columns = {}, ("accuracy", "s_per_sample", "mean_tokens", "budget")
     with open(data, encoding="utf-8", newline="") as file:
-        reader = csv.DictReader(file)
+        reader = csv.DictReader(file, restval="missing")
         missing = [name for name in ("arm", *columns) if name not in (reader.fieldnames or ())]
         if missing:
             raise ValueError(f"{data} lacks the columns {', '.join(missing)}: it is no table.csv of eval.py")
@@ -197,7 +193,7 @@ def read_times(path):
             except (ValueError, KeyError, TypeError):
                 raise ValueError(f"{path}, line {number}: no sample with arm, every and times") from None
             if every < 1 or arms.setdefault(arm, (every, []))[0] != every:
-                raise ValueError(f"{path}, line {number}: every={every}, but {arms[arm][0] if arm in arms else 'at least 1'} in {arm!r} before")
+                raise ValueError(f"{path}, line {number}: every={every}, where {arm!r} has " + str(arms.get(arm, ["at least 1"])[0]))
             arms[arm][1].append([1e3 * (b - a) / every for a, b in zip([0.0, *times], times, strict=False)])
     if not any(any(samples) for _, samples in arms.values()):
         raise ValueError(f"{path} has no times")
@@ -263,12 +259,9 @@ def trace(model, tokenizer, n, window, prompt=""):
     if prompt and not text:
         ids = tokenizer.encode_chat([{"role": "user", "content": prompt}])
 
-        def show(i, token, count=[0]):  # noqa: B006
-            count[0] += 1
-            progress("sampling", count[0], n)
-
+        print(f"sampling a trace of at most {n} tokens", file=sys.stderr, flush=True)
         done = generate(model, [ids], n, prefix_len=prefix_len, window=window, rope=rope, stop_ids=tokenizer.eos_ids,
-                        n_vocab=tokenizer.n_vocab, on_token=show)[0]
+                        n_vocab=tokenizer.n_vocab)[0]
         P, ids = len(ids), ids + done.tokens[:-1 if done.finish_reason == "stop" else None]
     else:
         ids, P = tokenizer.encode(Path(text).read_text(encoding="utf-8") if text else python_docs()), 64
@@ -283,15 +276,6 @@ def python_docs():
     from pydoc_data.topics import topics
 
     return "\n".join(topics[name] for name in sorted(topics))
-
-
-def progress(what, done, total, began=[0.0]):  # noqa: B006
-    """A line on standard error with the time that remains."""
-    now = time.perf_counter()
-    if done <= 1:
-        began[0] = now
-    left = f", {(now - began[0]) / (done - 1) * (total - done):.0f} s left" if done > 1 else ""
-    print(f"\r{what}: {done} of {total}{left}".ljust(60), end="\r", file=sys.stderr, flush=True)
 
 
 @torch.no_grad()
@@ -334,38 +318,27 @@ def last_token_attention(model, idx, prefix_len, window, rope="continue"):
     return attention_by_layer(model, idx, prefix_len, window, rope).mean(0)
 
 
-def smoothed(weights, sigma):
-    """The mean of weights (T,) around each position under a Gaussian of so many tokens, cut off at the ends."""
-    r = max(round(4 * sigma), 1)
-    bell = torch.exp(-0.5 * (torch.arange(-r, r + 1) / sigma) ** 2)[None, None]       # (1, 1, 2 r + 1)
-    both = torch.stack([weights, torch.ones_like(weights)])[:, None]                  # (2, 1, T)
-    total, norm = F.conv1d(both, bell.to(weights.dtype), padding=r)[:, 0]
-    return total / norm
-
-
 def attention():
     """Fig. 2 of the paper: what the last token of a trace attends to, averaged over heads and then layers. By default the trace is what
     the model says to a prompt, with full attention; prefix and last tokens are shaded."""
     check_window(window)
-    if recent < 1 or sigma < 0:
-        raise ValueError(f"recent={recent} is at least 1 and sigma={sigma} at least 0")
+    if recent < 1:
+        raise ValueError(f"recent={recent}: at least 1")
     model, tokenizer = load()
     idx, P = trace(model, tokenizer, n_tokens or 1024, window, start or STORY)
     weights = last_token_attention(model, idx, P, window, rope).float().cpu()
     T, W = idx.size(1), window or recent
-    cuts = sorted([0, min(4, T), min(max(P, 4), T)])
+    cuts = [0, min(4, T), min(max(P, 4), T)]
     cuts += [max(cuts[-1], T - W), T]
     shares = {name: round(weights[a:b].sum().item(), 4)
               for name, a, b in zip(("first_4", "rest_of_prefix", "between", "window"), cuts, cuts[1:], strict=False)}
     fig, axes = panels(1, 1)
     ax = axes[0, 0]
     seen = weights > 0
-    ax.plot(seen.nonzero()[:, 0], weights[seen], ".", markersize=2, label="one token")
-    if sigma:
-        ax.plot(smoothed(weights, sigma), label=f"smoothed, sigma {sigma:g}")
-    for a, b, name, color in ((0, min(P, T), "prefix", "C2"), (cuts[3], T, f"last {W}", "C3")):
-        ax.axvspan(a, b, alpha=0.15, color=color, linewidth=0, label=name)
-    ax.set(xlabel="position", ylabel="attention of the last token", yscale="log", ylim=(weights[seen].min() / 2, 1))
+    ax.plot(seen.nonzero()[:, 0], weights[seen], ".", markersize=3)
+    ax.axvspan(0, min(P, T), alpha=0.2, color="C2", linewidth=0, label="prefix")
+    ax.axvspan(cuts[3], T, alpha=0.2, color="C1", linewidth=0, label=f"last {W}")
+    ax.set(xlabel="position", ylabel="attention of the last token", yscale="log")
     ax.legend()
     return dict(figure="attention", out=save(fig, "attention"), init_from=init_from, tokens=T, P=P, W=window, recent=W, shares=shares)
 
@@ -381,9 +354,9 @@ def influence(model, idx, places, distances, prefix_len, window, rope="continue"
     distances = torch.as_tensor(distances, device=idx.device)
     if max(places) + int(distances.max()) >= T or min(places) < 0 or int(distances.min()) < 0:
         raise ValueError(f"places={min(places)}..{max(places)}: with distances up to {int(distances.max())} they leave the {T} tokens")
-    before, kl, change = model.features(idx, prefix_len, window, rope=rope)[0], [], []  # (T, n_embd)
-    for number, place in enumerate(places, 1):
-        progress("changed tokens", number, len(places))
+    lines, effects = Progress(0, len(places)), []
+    before = model.features(idx, prefix_len, window, rope=rope)[0]                    # (T, n_embd)
+    for number, place in enumerate(places):
         others = idx[0][idx[0] != idx[0, place]]
         if not len(others):
             raise ValueError("a text of one and the same token has no other to put in its place")
@@ -393,17 +366,16 @@ def influence(model, idx, places, distances, prefix_len, window, rope="continue"
         for at in (place + distances).split(64):
             x, y = (model.lm_head(f[at]).cpu().double() for f in (before, after))     # (64, vocab_size)
             p, q = x.log_softmax(-1), y.log_softmax(-1)
-            rows.append(torch.stack([(p.exp() * (p - q)).sum(-1), (x - y).abs().amax(-1)]))
-        row = torch.cat(rows, 1)
-        kl.append(row[0])
-        change.append(row[1])
-    return torch.stack(kl), torch.stack(change)
+            rows.append(torch.stack([(p.exp() * (p - q)).sum(-1), (x - y).abs().amax(-1)]))        # (2, 64)
+        effects.append(torch.cat(rows, 1))
+        lines.line(number, "changed tokens")
+    return torch.stack(effects, 1).unbind()
 
 
 def fades(effect, distances, share=0.01):
-    """The smallest of the distances beyond which the effect stays below a share of its value at the first; None if it does not."""
-    n = int((effect >= share * effect[0]).nonzero().max())
-    return None if n + 1 == len(effect) else distances[n]
+    """The largest of the distances at which the effect is at least a share of its largest value; None if that is the last one."""
+    n = int((effect >= share * effect.max()).nonzero().max())
+    return distances[n] if n + 1 < len(effect) else None
 
 
 def receptive():
@@ -414,7 +386,7 @@ def receptive():
     if changes < 1:
         raise ValueError(f"changes={changes}: at least 1")
     model, tokenizer = load()
-    idx, P = trace(model, tokenizer, n_tokens or 24 * W, W, start)
+    idx, P = trace(model, tokenizer, n_tokens or 16 * W, W, start)
     T = idx.size(1)
     if T <= P + 8 * W:
         raise ValueError(f"{T} tokens with a prefix of {P}: distances up to 8 windows need more than {P + 8 * W} (n_tokens, start)")
@@ -425,33 +397,33 @@ def receptive():
     fig, axes = panels(1, 1)
     for effect, name in ((kl, "KL(p || p')"), (change, "max |change of a logit|")):
         axes[0, 0].plot([d / W for d in distances], effect.where(effect > 0, float("nan")), label=name)
-    lines = {"W": W, "1.5 W": 1.5 * W, f"{model.config.n_layer} (W - 1)": reach}
-    for number, (name, d) in enumerate(lines.items()):
-        if d <= 8 * W:
-            axes[0, 0].axvline(d / W, color="grey", linestyle=("-", "--", ":")[number], label=name)
+    for x, style, name in ((1, "-", "W"), (1.5, "--", "1.5 W"), (reach / W, ":", f"{model.config.n_layer} (W - 1)")):
+        if x <= 8:
+            axes[0, 0].axvline(x, color="grey", linestyle=style, label=name)
     axes[0, 0].set(xlabel="distance in windows", ylabel="effect of one changed token", yscale="log", xlim=(0, 8))
     axes[0, 0].legend()
-    at = {f"{m:g}W": distances.index(min(distances, key=lambda d, m=m: abs(d - m * W))) for m in (0.5, 1, 1.5, 2, 3, 4, 8)}
-    faded = {f"{name}_below_1_percent_in_W": d and round(d / W, 3)
-             for name, d in (("kl", fades(kl, distances)), ("change", fades(change, distances)))}
-    return dict(figure="receptive", out=save(fig, "receptive"), init_from=init_from, tokens=T, P=P, W=W, rope=rope, places=len(places),
-                reach_in_W=round(reach / W, 3), **faded, kl_at_1=float(f"{kl[0]:.4g}"),
-                kl_relative={m: float(f"{kl[n] / kl[0]:.3g}") for m, n in at.items()},
-                change_relative={m: float(f"{change[n] / change[0]:.3g}") for m, n in at.items()})
+    at = {f"{m:g}W": min(range(len(distances)), key=lambda n, m=m: abs(distances[n] - m * W)) for m in (0.5, 1, 1.5, 2, 3, 4, 8)}
+    result = dict(figure="receptive", out=save(fig, "receptive"), init_from=init_from, tokens=T, P=P, W=W, rope=rope, places=len(places),
+                  reach_in_W=round(reach / W, 3))
+    for effect, name in ((kl, "kl"), (change, "change")):
+        d = fades(effect, distances)
+        result |= {f"{name}_below_1_percent_beyond_W": d and round(d / W, 3), f"{name}_largest": float(f"{effect.max():.4g}"),
+                   f"{name}_relative": {m: float(f"{effect[n] / effect.max():.3g}") for m, n in at.items()}}
+    return result
 
 
 @torch.no_grad()
 def nll(model, idx, prefix_len, window, rope="continue", chunk=1024, name=""):
     """-log p of the tokens 1..T-1 of idx (1, T), as (T - 1,), through a cache that holds the prefix and the window: memory does not grow
     with T (window=None keeps all)."""
-    T, pieces = idx.size(1), []
-    weight = model.lm_head.weight
+    T, weight, pieces = idx.size(1), model.lm_head.weight, []
     cache = SlidingCache(model.config, 1, prefix_len, window, max_len=T, dtype=weight.dtype, device=weight.device)
-    for number, a in enumerate(range(0, T - 1, chunk), 1):
-        progress(f"{name} chunk", number, -(-(T - 1) // chunk))
+    lines = Progress(0, -(-(T - 1) // chunk))
+    for number, a in enumerate(range(0, T - 1, chunk)):
         b = min(a + chunk, T - 1)
         x = model.features(idx[:, a:b], rope=rope, cache=cache)[0]                    # (b - a, n_embd)
         pieces.append(-token_logprobs(x, weight, idx[0, a + 1:b + 1])[0])
+        lines.line(number, f"chunks {name}")
     return torch.cat(pieces)
 
 
