@@ -181,40 +181,32 @@ def accuracy():
     return dict(figure="accuracy", out=save(fig, "accuracy"), arms=arms)
 
 
-def read_times(path):
-    """{arm: (every, ms per token)} of a samples.jsonl of eval.py: entry n of the list is the mean, over the samples that got so far,
-    of the time from token n * every to (n + 1) * every. ValueError if it is none."""
-    arms = {}
-    with open(path, encoding="utf-8") as file:
+def times():
+    """Fig. 10 of the paper: the time of a token along the trace, from the samples.jsonl of eval.py: the mean over the samples of an arm
+    that got so far. Flat with a window, growing with full attention, a sawtooth where the context is restarted. The first value holds
+    the prefill."""
+    arms = {}                                                                         # name: (every, ms per token of each sample)
+    with open(data, encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             try:
                 sample = json.loads(line)
                 arm, every, times = sample["arm"], int(sample["every"]), list(map(float, sample["times"]))
             except (ValueError, KeyError, TypeError):
-                raise ValueError(f"{path}, line {number}: no sample with arm, every and times") from None
+                raise ValueError(f"{data}, line {number}: no sample with arm, every and times") from None
             if every < 1 or arms.setdefault(arm, (every, []))[0] != every:
-                raise ValueError(f"{path}, line {number}: every={every}, where {arm!r} has " + str(arms.get(arm, ["at least 1"])[0]))
+                raise ValueError(f"{data}, line {number}: every={every}, where {arm!r} has " + str(arms.get(arm, ["at least 1"])[0]))
             arms[arm][1].append([1e3 * (b - a) / every for a, b in zip([0.0, *times], times, strict=False)])
     if not any(any(samples) for _, samples in arms.values()):
-        raise ValueError(f"{path} has no times")
-    means = {}
+        raise ValueError(f"{data} has no times")
+    fig, axes = panels(1, 1)
     for arm, (every, samples) in arms.items():
         there = [[s[n] for s in samples if n < len(s)] for n in range(max(map(len, samples)))]
-        means[arm] = every, [sum(values) / len(values) for values in there]
-    return means
-
-
-def times():
-    """Fig. 10 of the paper: the time of a token along the trace. Flat with a window, growing with full attention, a sawtooth where the
-    context is restarted. From the samples.jsonl of eval.py; the first value holds the prefill."""
-    arms = read_times(data)
-    fig, axes = panels(1, 1)
-    for arm, (every, ms) in arms.items():
+        ms = [round(sum(values) / len(values), 4) for values in there]
         axes[0, 0].plot([every * (n + 1) for n in range(len(ms))], ms, label=arm)
+        arms[arm] = dict(every=every, ms_per_token=ms)
     axes[0, 0].set(xlabel="tokens of the trace", ylabel="ms per token", ylim=(0, None))
     axes[0, 0].legend()
-    return dict(figure="times", out=save(fig, "times"),
-                arms={arm: dict(every=every, ms_per_token=[round(x, 4) for x in ms]) for arm, (every, ms) in arms.items()})
+    return dict(figure="times", out=save(fig, "times"), arms=arms)
 
 
 def mismatch():
@@ -251,14 +243,15 @@ def load():
 
 
 def trace(model, tokenizer, n, window, prompt=""):
-    """Token ids (1, T) and their prefix length: what the model says to a prompt, without the end token, or n tokens of a text."""
+    """Token ids (1, T) and their prefix length: what the model says to a prompt, without the end token, or the first tokens of a text;
+    n_tokens of them, n by default."""
+    n = n if n_tokens is None else n_tokens
     if n < 2 or prefix_len is not None and prefix_len < 0:
         raise ValueError(f"n_tokens={n} is at least 2, prefix_len={prefix_len} at least 0")
     if text and start:
         raise ValueError("text is for a trace that is there, start for one to be sampled: give one of them")
     if prompt and not text:
         ids = tokenizer.encode_chat([{"role": "user", "content": prompt}])
-
         print(f"sampling a trace of at most {n} tokens", file=sys.stderr, flush=True)
         done = generate(model, [ids], n, prefix_len=prefix_len, window=window, rope=rope, stop_ids=tokenizer.eos_ids,
                         n_vocab=tokenizer.n_vocab)[0]
@@ -325,7 +318,7 @@ def attention():
     if recent < 1:
         raise ValueError(f"recent={recent}: at least 1")
     model, tokenizer = load()
-    idx, P = trace(model, tokenizer, n_tokens or 1024, window, start or STORY)
+    idx, P = trace(model, tokenizer, 1024, window, start or STORY)
     weights = last_token_attention(model, idx, P, window, rope).float().cpu()
     T, W = idx.size(1), window or recent
     cuts = [0, min(4, T), min(max(P, 4), T)]
@@ -349,7 +342,8 @@ def influence(model, idx, places, distances, prefix_len, window, rope="continue"
 
     Each place in turn gets another token of idx (1, T), drawn at random. One forward then shows the effect at every distance: by
     causality, the prediction at place + d is that of a sequence which ends there. All forwards have the same shape, so where there
-    is no effect both numbers are exactly 0. Raises ValueError where a distance leads beyond the sequence."""
+    is no effect both numbers are exactly 0; in float32, changes of a logit below 1e-4 are rounding. Raises ValueError where a
+    distance leads beyond the sequence."""
     T, generator = idx.size(1), torch.Generator().manual_seed(0)
     distances = torch.as_tensor(distances, device=idx.device)
     if max(places) + int(distances.max()) >= T or min(places) < 0 or int(distances.min()) < 0:
@@ -386,7 +380,7 @@ def receptive():
     if changes < 1:
         raise ValueError(f"changes={changes}: at least 1")
     model, tokenizer = load()
-    idx, P = trace(model, tokenizer, n_tokens or 16 * W, W, start)
+    idx, P = trace(model, tokenizer, 16 * W, W, start)
     T = idx.size(1)
     if T <= P + 8 * W:
         raise ValueError(f"{T} tokens with a prefix of {P}: distances up to 8 windows need more than {P + 8 * W} (n_tokens, start)")
@@ -435,7 +429,7 @@ def longtext():
     if chunk < 1:
         raise ValueError(f"chunk={chunk}: at least 1")
     model, tokenizer = load()
-    idx, P = trace(model, tokenizer, n_tokens or 16384, W, start)
+    idx, P = trace(model, tokenizer, 16384, W, start)
     T, edge, table = idx.size(1), model.config.max_len, {}
     cases = {"full": POLICIES["full"], "sliding": POLICIES["sliding"], "streaming": POLICIES["streaming"],
              "prefix sliding, continue": dict(rope="continue"), "prefix sliding, reset": dict(rope="reset")}

@@ -347,7 +347,7 @@ def test_a_sampled_trace(folder, keys):
     ("receptive", dict(n_tokens=10**6), "n_tokens=1000000: the documentation of Python has only"),
     ("receptive", dict(window=0), "window=0"), ("attention", dict(window=0), "window=0"), ("longtext", dict(window=[3]), r"window=\[3\]"),
     ("receptive", dict(n_tokens=100), "need more than 576"), ("receptive", dict(changes=0), "changes=0"),
-    ("attention", dict(recent=0), "recent=0"), ("longtext", dict(chunk=0), "chunk=0"), ("attention", dict(n_tokens=-1), "n_tokens=-1"),
+    ("attention", dict(recent=0), "recent=0"), ("longtext", dict(chunk=0), "chunk=0"), ("attention", dict(n_tokens=0), "n_tokens=0"),
     ("attention", dict(prefix_len=-1), "prefix_len=-1"), ("attention", dict(start="Hi", text="x"), "give one of them"),
     ("attention", dict(rope="up"), "rope='up'"), ("attention", dict(device="cdua"), "device='cdua'")])
 def test_bad_input_is_named(figure, changes, says, folder, keys):
