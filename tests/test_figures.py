@@ -165,18 +165,19 @@ def test_mismatch(keys, drawn):
             figures.mismatch()
 
 
-def test_command_line(tmp_path):
+def test_command_line(tmp_path, keys):
     def call(*args):
         return subprocess.run([sys.executable, ROOT / "figures.py", *args], cwd=tmp_path, text=True, capture_output=True)
 
     (tmp_path / "s.jsonl").write_text(samples(("a", 10, [0.1])), encoding="utf-8")
     done = call("times", "--data=s.jsonl")
     assert json.loads(done.stdout.splitlines()[-1])["out"] == "times.png" and (tmp_path / "times.png").exists()
-    for args, says in ((["pie"], "the first argument names the figure, curve or accuracy or"), (["times"], "times reads a file"),
-                       (["times", "--data=nowhere"], "'nowhere': No such file"),
-                       (["attention", "--window=[3]"], "window wants int or None")):
-        done = call(*args)
-        assert done.returncode == 2 and says in done.stderr and done.stderr.count("\n") == 1
+    done = call("attention", "--window=[3]")
+    assert done.returncode == 2 and "window wants int or None" in done.stderr and done.stderr.count("\n") == 1
+    for what, says in (("pie", "the first argument names the figure, curve or accuracy or"), ("times", "times reads a file")):
+        keys(_what=what)
+        with pytest.raises(ValueError, match=says):
+            figures.main()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -333,6 +334,10 @@ def test_figures_of_a_model(folder, keys, tmp_path, drawn):
     idx = torch.tensor([list((tmp_path / "text").read_bytes()[:200])])
     weights = figures.last_token_attention(GPT.from_pretrained(folder), idx, 8, None)
     assert figures.attention()["shares"]["between"] == pytest.approx(weights[8:168].sum().item(), abs=1e-4)
+    keys(recent=1000)
+    assert figures.attention()["shares"] == {
+        name: pytest.approx(part.sum().item(), abs=1e-4)
+        for name, part in dict(first_4=weights[:4], rest_of_prefix=weights[4:8], between=weights[:0], window=weights[8:]).items()}
 
 
 def test_a_sampled_trace(folder, keys):
