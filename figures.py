@@ -223,13 +223,14 @@ def mismatch():
     except (ValueError, KeyError, TypeError):
         raise ValueError(f"{data}: its last line is not the JSON of bench.py gap") from None
     fig, axes = panels(1, 1)
-    axes[0, 0].plot(*zip(*PAPER_MISMATCH.items(), strict=True), "o--", color="grey", label="the paper's (Qwen3-1.7B, bfloat16)")
+    axes[0, 0].plot(*zip(*PAPER_MISMATCH.items(), strict=True), "o--", color="grey", label="the paper's (Qwen3-1.7B)")
     for name, points in lines.items():
         lines[name] = sorted(points)
         positive = [point for point in lines[name] if point[1] > 0]                   # a logarithm has no place for none at all
         axes[0, 0].plot(*(zip(*positive, strict=True) if positive else ((), ())), "o-", label=name)
     axes[0, 0].set(xlabel="context in windows", ylabel="mismatch KL", xscale="log", yscale="log")
     axes[0, 0].set_xticks(list(PAPER_MISMATCH), [f"{m}x" for m in PAPER_MISMATCH])
+    axes[0, 0].set_xticks([], minor=True)
     axes[0, 0].legend()
     return dict(figure="mismatch", out=save(fig, "mismatch"), lines=lines, paper=PAPER_MISMATCH)
 
