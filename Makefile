@@ -1,5 +1,6 @@
 # make demo   sets everything up and samples from a real model, far past its window
 # make demo-rl  trains a model from scratch to pass a ball for as long as the prompt says (SEED=1)
+# make demo-eval  every policy with that model, and full attention with one trained for it (SEED=1)
 # make test   the tests
 # make lint   ruff
 # make aot    compiles the Triton kernels for GPUs that need not be there
@@ -11,7 +12,7 @@ BIN = .venv/bin
 PIP = $(BIN)/python -m pip install -q --disable-pip-version-check
 MODEL = data/smollm2/config.json
 
-.PHONY: demo demo-rl test lint aot clean
+.PHONY: demo demo-rl demo-eval test lint aot clean
 .DELETE_ON_ERROR:
 
 demo: .venv/run $(MODEL)
@@ -28,6 +29,15 @@ demo-rl: .venv/run
 	$(BIN)/python train_rl.py config/rl_passes.py --init_from=$(DEMO)/sft/last --out_dir=$(DEMO)/rl --seed=$(SEED)
 	$(BIN)/python figures.py curve --logs=$(DEMO)/rl/log.csv --labels="seed $(SEED)" --out=$(DEMO)/curve.png
 	$(BIN)/python sample.py config/sample_passes.py --init_from=$(DEMO)/rl/last
+
+demo-eval: export OMP_NUM_THREADS = 1
+demo-eval: .venv/run
+	test -e $(DEMO)/rl/last || $(MAKE) demo-rl
+	test -e $(DEMO)/full/last || { rm -rf $(DEMO)/full $(DEMO)/full-sft && \
+	$(BIN)/python train_sft.py config/sft_passes.py --window=None --out_dir=$(DEMO)/full-sft --seed=$(SEED) && \
+	$(BIN)/python train_sft.py config/sft_passes.py --window=None --task=passes:4-60 --max_steps=250 --lr=1e-3 --seed=$(SEED) \
+		--init_from=$(DEMO)/full-sft/last --out_dir=$(DEMO)/full; }
+	$(BIN)/python eval.py config/eval_passes.py --init_from=$(DEMO)/rl/last --models="{'full': '$(DEMO)/full/last'}" --out_dir=$(DEMO)/eval
 
 test: .venv/dev $(MODEL)
 	$(BIN)/python -m pytest

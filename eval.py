@@ -33,7 +33,7 @@ rope = "continue"                 # continue: absolute positions | reset: close 
 max_new_tokens = 32768            # most tokens per sample
 min_new_tokens = 0                # tokens before an end token may come
 budgets: tuple | int = ()         # tokens, up to max_new_tokens, which is always one of them
-baseline = "full"                 # the policy that the others are compared with
+baseline = "full"                 # the policy, or policy@name, that the others are compared with
 system = ""                       # system message for the chat template, "" = none
 template_args = {}                # further arguments of the chat template, such as {"enable_thinking": True}
 temperature = 0.6                 # >= 0
@@ -67,6 +67,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+import figures
 from bench import print_table, rounded
 from checkpoint import local_folder, read_json, replacing
 from engine import POLICIES, generate
@@ -91,18 +92,18 @@ class Arm:
 
 def arms():
     """All that the configuration asks for. Raises ValueError for a name that there is not."""
-    out = []
+    out, kept = [], [prefix.strip() for prefix in prefixes.split(",")]
+    for prefix in kept:
+        if not re.fullmatch(r"whole(\+\d+)?|question|\d+", prefix):
+            raise ValueError(f"prefixes={prefixes!r}: whole, question, whole+100 or a number of tokens, not {prefix!r}")
     for item in policies.split(","):
         policy, _, weights = item.strip().partition("@")
         if policy not in (*POLICIES, *RESTARTS):
             raise ValueError(f"policies={policies!r}: there is no {policy!r}, only {', '.join((*POLICIES, *RESTARTS))}")
         if weights and weights not in models:
             raise ValueError(f"policies={policies!r}: {item.strip()!r} needs models={{{weights!r}: a folder with weights}}")
-        for window in [None] if policy == "full" else several(windows):
-            for prefix in [p.strip() for p in prefixes.split(",")] if policy in ("prefix_sliding", "random") else ["whole"]:
-                if not re.fullmatch(r"whole(\+\d+)?|question|\d+", prefix):
-                    raise ValueError(f"prefixes={prefixes!r}: whole, question, whole+100 or a number of tokens, not {prefix!r}")
-                out.append(Arm(policy, weights, window, prefix))
+        out += [Arm(policy, weights, window, prefix) for window in ([None] if policy == "full" else several(windows))
+                for prefix in (kept if policy in ("prefix_sliding", "random") else ["whole"])]
     if len(set(out)) < len(out):
         raise ValueError(f"policies={policies!r}, windows={windows}, prefixes={prefixes!r}: the same twice")
     return out
@@ -370,6 +371,8 @@ def write_results(out, table, records):
         writer = csv.DictWriter(file, list(table[0]))
         writer.writeheader()
         writer.writerows(table)
+    vars(figures).update(data=str(out / "table.csv"), out=str(out / "accuracy.png"))
+    figures.accuracy()
     (out / "pass_rates").mkdir(exist_ok=True)
     for (name, arm), problems in records.items():
         rates = {i: sum(r["score"] for r in samples) / len(samples) for i, samples in problems.items()}
@@ -382,6 +385,7 @@ def main():
     least = dict(n_problems=1, samples_per_problem=1, max_new_tokens=1, min_new_tokens=0, answer_tokens=1, summary_tokens=1, carry_first=0,
                  carry_last=0)
     require(globals(), *((key, globals()[key] >= n, f"at least {n}") for key, n in least.items()),
+            ("baseline", baseline.partition("@")[0] in (*POLICIES, *RESTARTS), "a policy or policy@name"),
             ("summary_form", summary_form.count("{}") == 1, "a text with {} in it"),
             ("windows", bool(several(windows)) and all(type(w) is int and w >= 1 for w in several(windows)), "whole numbers of at least 1"),
             ("budgets", all(type(b) is int and 0 < b <= max_new_tokens for b in several(budgets)), f"from 1 to {max_new_tokens}"),

@@ -155,29 +155,42 @@ def curve():
 
 def accuracy():
     """Fig. 1 and 9 of the paper: accuracy against seconds per sample and against mean tokens, from the table.csv of eval.py. One line
-    per arm (a policy with its window), one point per token budget."""
-    arms, columns = {}, ("accuracy", "s_per_sample", "mean_tokens", "budget")
+    per arm (a policy with its window), one point per token budget. A table of several tasks: accuracy and seconds of each of them, under
+    the largest budget."""
+    arms, columns, tasks = {}, ("accuracy", "s_per_sample", "mean_tokens", "budget"), []
     with open(data, encoding="utf-8", newline="") as file:
         reader = csv.DictReader(file, restval="missing")
-        missing = [name for name in ("arm", *columns) if name not in (reader.fieldnames or ())]
+        missing = [name for name in ("task", "arm", *columns) if name not in (reader.fieldnames or ())]
         if missing:
             raise ValueError(f"{data} lacks the columns {', '.join(missing)}: it is no table.csv of eval.py")
         for number, row in enumerate(reader, 2):
             try:
-                arms.setdefault(row["arm"], []).append({name: float(row[name]) if row[name] else None for name in columns})
+                arms.setdefault(row["arm"], []).append({name: float(row[name]) for name in columns} | dict(task=row["task"]))
             except ValueError:
                 raise ValueError(f"{data}, line {number}: not a row of numbers") from None
-    if not any(point["accuracy"] is not None for points in arms.values() for point in points):
-        raise ValueError(f"{data} has no row with an accuracy")
-    fig, axes = panels(1, 2, sharey=True)
-    for arm, points in arms.items():
-        points.sort(key=lambda point: (point["budget"] is None, point["budget"]))     # no budget: the longest traces
-        for ax, x in zip(axes[0], ("s_per_sample", "mean_tokens"), strict=True):
-            drawn = [(point[x], point["accuracy"]) for point in points if None not in (point[x], point["accuracy"])]
-            ax.plot(*(zip(*drawn, strict=True) if drawn else ((), ())), "o-", label=arm)
-            ax.set(xlabel=dict(s_per_sample="seconds per sample", mean_tokens="tokens per sample")[x], xscale="log")
-    axes[0, 0].set_ylabel("accuracy")
-    axes[0, 0].legend()
+            tasks += [row["task"]] if row["task"] not in tasks else []
+    if not arms:
+        raise ValueError(f"{data} has no rows")
+    fig, axes = panels(1, 2, sharey=len(tasks) == 1)
+    for number, (arm, points) in enumerate(arms.items()):
+        style = dict(label=arm, color=f"C{number % 10}", linestyle="-" if number < 10 else "--", marker="os^v"[number // 10 % 4], alpha=0.8)
+        points.sort(key=lambda point: (tasks.index(point["task"]), point["budget"]))
+        if len(tasks) == 1:
+            for ax, x in zip(axes[0], ("s_per_sample", "mean_tokens"), strict=True):
+                ax.plot([point[x] for point in points], [point["accuracy"] for point in points], **style)
+        else:
+            last = list({point["task"]: point for point in points}.values())          # of each task, the largest budget
+            for ax, y in zip(axes[0], ("accuracy", "s_per_sample"), strict=True):
+                ax.plot([tasks.index(point["task"]) for point in last], [point[y] for point in last], **style)
+    if len(tasks) == 1:
+        axes[0, 0].set(xlabel="seconds per sample", xscale="log", ylabel="accuracy")
+        axes[0, 1].set(xlabel="tokens per sample", xscale="log")
+    else:
+        axes[0, 0].set(ylabel="accuracy")
+        axes[0, 1].set(ylabel="seconds per sample", yscale="log")
+        for ax in axes[0]:
+            ax.set_xticks(range(len(tasks)), tasks, rotation=20)
+    axes[0, 1].legend(fontsize="x-small")
     return dict(figure="accuracy", out=save(fig, "accuracy"), arms=arms)
 
 

@@ -32,7 +32,7 @@ reinforcement learning. (Were there ten people, every minute could be skipped an
 recall is where a window has to fail: the prompt names a moment in the first third of the trace, and the answer has to say who had the
 ball then. The trace tells that once, and when it is needed, it has long left the window, and the reach of three layers of windows.
 
-    Passes CG AF [...] from 00 00 20 A answer 00 00 15        who has the ball at the end, and who had it when the clock showed 15?
+    Passes CG AF [...] answer 00 00 15 from 00 00 20 A        who has the ball at the end, and who had it when the clock showed 15?
     00 00 19 F [...] 00 00 15 H 00 00 14 C [...] 00 00 00 E answer E H
     00 00 19 F [...] 00 00 15 H H 00 00 14 C H [...] 00 00 00 E H answer E H
 
@@ -275,8 +275,8 @@ def recall(name, detail, seed, held_out, longer):
         throws = dict(zip(ring, ring[1:] + ring[:1], strict=True))
         seconds = rng.randint(low, high)
         asked = rng.randint(1, seconds // 3)                                          # the step whose holder is asked for
-        prompt = (f"Passes {' '.join(a + throws[a] for a in rng.sample(ring, len(ring)))} from {clock(seconds)} {ring[0]} "
-                  f"answer {clock(seconds - asked)}")
+        prompt = (f"Passes {' '.join(a + throws[a] for a in rng.sample(ring, len(ring)))} answer {clock(seconds - asked)} "
+                  f"from {clock(seconds)} {ring[0]}")
         note = f" {ring[asked % len(ring)]}"
         rehearsed = note if rng.random() < REHEARSES else ""
         steps = [f" {clock(seconds - n)} {ring[n % len(ring)]}{rehearsed if n >= asked else ''}" for n in range(1, seconds + 1)]

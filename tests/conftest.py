@@ -18,3 +18,21 @@ def smollm2():
     if not (folder / "config.json").exists():
         subprocess.run([sys.executable, folder / "prepare.py"], check=True)
     return folder
+
+
+@pytest.fixture(scope="session")
+def untrained(tmp_path_factory):
+    """A folder with a tiny random model of the embedded task."""
+    import torch
+
+    from model import GPT, GPTConfig
+    from tasks import write_passes_tokenizer
+    from tokenizer import load_tokenizer
+
+    folder = tmp_path_factory.mktemp("untrained")
+    write_passes_tokenizer(folder)
+    tokenizer = load_tokenizer(folder)
+    torch.manual_seed(0)
+    GPT(GPTConfig(vocab_size=tokenizer.n_vocab, n_layer=2, n_head=2, n_embd=16, qk_norm=True, tied=True,
+                  eos_ids=tuple(tokenizer.eos_ids))).save_pretrained(folder)
+    return folder

@@ -98,27 +98,37 @@ def test_what_is_no_log(tmp_path, text, says):
         figures.read_log(log)
 
 
-TABLE = ("arm,policy,window,prefix,budget,problems,samples,accuracy,pass_at_k,mean_tokens,p90_tokens,cut,s_per_sample,tokens_per_s,peak_mb,"
-         "difference,low,high\n")
+TABLE = ("task,arm,policy,window,prefix,budget,problems,samples,accuracy,pass_at_k,mean_tokens,p90_tokens,cut,s_per_sample,tokens_per_s,"
+         "cache_mb,difference,low,high\n")
 
 
 def test_accuracy(keys, drawn):
-    keys(TABLE + "full,full,,,200,8,8,0.50,0.6,150,190,,3.0,50,,,,\n"
-                 "full,full,,,100,8,8,0.25,0.3,90,100,,1.5,60,,,,\n"
-                 "ps,prefix_sliding,64,,100,8,8,0.30,0.3,95,100,,,60,,0.05,,\n"
-                 "ps,prefix_sliding,64,,,8,8,0.75,0.8,400,900,,4.0,60,,,,\n")
+    """One task: a point per budget, in their order."""
+    keys(TABLE + "t,full,full,,,200,8,8,0.50,0.6,150,190,0,3.0,50,1,,,\n"
+                 "t,full,full,,,100,8,8,0.25,0.3,90,100,0,1.5,60,1,,,\n"
+                 "t,ps,prefix_sliding,64,,100,8,8,0.30,0.3,95,100,0,1.25,60,1,0.05,,\n")
     arms = figures.accuracy()["arms"]
-    assert [p["budget"] for p in arms["full"]] == [100, 200] and [p["budget"] for p in arms["ps"]] == [100, None]
+    assert [p["budget"] for p in arms["full"]] == [100, 200] and [p["budget"] for p in arms["ps"]] == [100]
     seconds, tokens = drawn[0].axes
-    assert seconds.lines[0].get_xydata().tolist() == [[1.5, 0.25], [3.0, 0.5]] and seconds.lines[1].get_xydata().tolist() == [[4.0, 0.75]]
-    assert tokens.lines[1].get_xydata().tolist() == [[95, 0.3], [400, 0.75]]  # a cell that is empty costs its point in its panel alone
+    assert seconds.lines[0].get_xydata().tolist() == [[1.5, 0.25], [3.0, 0.5]] and seconds.lines[1].get_xydata().tolist() == [[1.25, 0.3]]
+    assert tokens.lines[0].get_xydata().tolist() == [[90, 0.25], [150, 0.5]]
+
+
+def test_accuracy_of_several_tasks(keys, drawn):
+    """A point per task, under the largest budget."""
+    keys(TABLE + "".join(f"{task},full,full,,,{budget},8,8,{score},0.6,150,190,0,{s},50,1,,,\n" for task, budget, score, s in (
+        ("short", 10, 0.1, 1.0), ("short", 20, 0.9, 2.0), ("long", 20, 0.4, 3.0), ("long", 10, 0.2, 1.5))))
+    figures.accuracy()
+    right, seconds = drawn[0].axes
+    assert right.lines[0].get_xydata().tolist() == [[0, 0.9], [1, 0.4]] and seconds.lines[0].get_xydata().tolist() == [[0, 2], [1, 3]]
+    assert [label.get_text() for label in right.get_xticklabels()] == ["short", "long"]
 
 
 @pytest.mark.parametrize("text, says", [
-    ("", "lacks the columns arm, accuracy"), ("arm,accuracy,budget,mean_tokens\n", "lacks the columns s_per_sample:"),
-    (TABLE, "no row with an accuracy"), (TABLE + "full" + "," * 17 + "\n", "no row with an accuracy"),
-    (TABLE + "full,full,,,x,8,8,0.50,0.6,150,190,,3.0,50,,,,\n", "line 2: not a row of numbers"),
-    (TABLE + "full,full\n", "line 2: not a row of numbers")])
+    ("", "lacks the columns task, arm, accuracy"), ("task,arm,accuracy,budget,mean_tokens\n", "lacks the columns s_per_sample:"),
+    (TABLE, "has no rows"), (TABLE + "t,full" + "," * 17 + "\n", "line 2: not a row of numbers"),
+    (TABLE + "t,full,full,,,x,8,8,0.50,0.6,150,190,,3.0,50,,,,\n", "line 2: not a row of numbers"),
+    (TABLE + "t,full,full\n", "line 2: not a row of numbers")])
 def test_what_is_no_table(text, says, keys):
     keys(text)
     with pytest.raises(ValueError, match=says):

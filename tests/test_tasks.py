@@ -171,6 +171,7 @@ def test_problems_without_end(name):
 
 @pytest.mark.parametrize("name, says", [
     ("passes:0-3", "passes:4-60"), ("passes:9-3", "two numbers"), ("passes:4", "two numbers"),
+    ("recall:8-30", "two numbers of seconds from 16"), ("recall", "such as recall:16-32"),
     ("pases", "passes, recall, reasoning_gym, jsonl, py"),
     ("reasoning_gym:chainsum", "'chainsum', did you mean 'chain_sum'"), ("reasoning_gym:", "''"),
     ("reasoning_gym:chain_sum?min_term=2", "'min_term', did you mean 'min_terms'"), ("reasoning_gym:chain_sum?seed=2", "'seed'"),
@@ -558,6 +559,35 @@ def test_the_solutions_are_right(name, longer):
         assert stopped > 75 and max(clocks) > 60 * 60 * 20
     else:
         assert sizes == {11} and 4 * longer <= min(clocks) < 15 * longer and 50 * longer < max(clocks) <= 60 * longer
+
+
+@pytest.mark.parametrize("longer", [1, 2])
+def test_recall(longer):
+    """What is asked for is told once, farther from the end than three layers of windows of 12 reach, unless it is rehearsed."""
+    task, rehearsed = tasks.load_task("recall:16-32", 5, longer=longer), 0
+    for i in range(300):
+        problem = task.problem(i)
+        throws, moment, start, first = re.fullmatch(r"Passes ((?:\w\w )+)answer (\d\d \d\d \d\d) from (\d\d \d\d \d\d) (\w)",
+                                                    problem.prompt).groups()
+        throws = dict(throws.split())
+        assert len(throws) == 11
+        seconds, asked = int(start[3:5]) * 60 + int(start[6:]), int(moment[3:5]) * 60 + int(moment[6:])
+        assert 16 * longer <= seconds <= 32 * longer and 4 * asked > 3 * 11 + 4
+        holders, holder = {}, first
+        for left in range(seconds - 1, -1, -1):
+            holder = holders[left] = throws[holder]
+        assert problem.answer == f"{holder} {holders[asked]}"
+        plain = "".join(f" {tasks.clock(left)} {who}" for left, who in holders.items()) + f" answer {problem.answer}"
+        noted = "".join(f" {tasks.clock(left)} {who}" + f" {holders[asked]}" * (left <= asked) for left, who in holders.items())
+        rehearses = problem.solution != plain
+        assert problem.solution == (f"{noted} answer {problem.answer}" if rehearses else plain)
+        rehearsed += rehearses
+        assert task.score(problem, problem.solution, [], "stop") == 1 and task.score(problem, problem.solution, [], "length") == 0
+        assert task.score(problem, problem.solution[:-1] + ("A" if problem.answer[-1] != "A" else "B"), [], "stop") == 0
+        assert task.score(problem, problem.solution[:-2], [], "stop") == 0            # half an answer
+    assert 0.1 < rehearsed / 300 < 0.3
+    assert {p.prompt for p in map(task.problem, range(50))}.isdisjoint(
+        p.prompt for p in map(tasks.load_task("recall:16-32", 5, True, longer).problem, range(50)))
 
 
 def test_scores_of_the_embedded_task():

@@ -29,18 +29,6 @@ RL = ["train_rl.py", f"--task={TASK}", "--window=8", "--rope=reset", "--max_new_
       "--lr=1e-3", "--eval_size=4", "--eval_every=2", "--filter_groups=False", "--micro_batch=5", "--device=cpu", "--dtype=float32"]
 
 
-@pytest.fixture(scope="module")
-def untrained(tmp_path_factory):
-    """A folder with a tiny random model of the embedded task."""
-    folder = tmp_path_factory.mktemp("untrained")
-    write_passes_tokenizer(folder)
-    tokenizer = load_tokenizer(folder)
-    torch.manual_seed(0)
-    GPT(GPTConfig(vocab_size=tokenizer.n_vocab, n_layer=2, n_head=2, n_embd=16, qk_norm=True, tied=True,
-                  eos_ids=tuple(tokenizer.eos_ids))).save_pretrained(folder)
-    return folder
-
-
 def start(args, processes=1):
     launch = ["-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--standalone"] if processes > 1 else []
     return subprocess.Popen([sys.executable, *launch, *map(str, args)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -1,0 +1,364 @@
+"""eval.py: the same prompts and streams for all, the restarts by hand, budgets afterwards, and that a kill changes nothing."""
+import csv
+import json
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from conftest import ROOT
+from hypothesis import given, strategies as st
+
+import eval as evaluation
+from engine import POLICIES, generate
+from eval import Arm, Recorder
+from model import GPT, GPTConfig
+from sliding_cache import SlidingCache
+from tasks import Problem, load_task, prompt_ids, write_passes_tokenizer
+from tokenizer import load_tokenizer
+
+EVERYTHING = "prefix_sliding,full,sliding,streaming,random,full_stop,last_k,summary"
+TIMES = {"s_per_sample", "tokens_per_s"}
+COMMAND = ["eval.py", f"--policies={EVERYTHING}", "--windows=12", "--rope=reset", "--task=passes:4-20", "--n_problems=3", "--device=cpu",
+           "--samples_per_problem=2", "--max_new_tokens=60", "--budgets=10,30", "--cue= answer", "--answer_tokens=2", "--carry_last=4",
+           "--summary_prompt=", "--summary_form={}", "--summary_tokens=4", "--rows=3", "--temperature=1.0"]
+
+
+@pytest.fixture
+def configure(monkeypatch):
+    """Set keys of eval.py for one test."""
+    def set_keys(**keys):
+        for key, value in keys.items():
+            assert key in vars(evaluation)
+            monkeypatch.setattr(evaluation, key, value)
+    return set_keys
+
+
+def start(*args):
+    return subprocess.Popen([sys.executable, *map(str, args)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def result(*args):
+    process = start(*args)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    return json.loads(out.splitlines()[-1])
+
+
+def without_times(table):
+    return [{key: value for key, value in row.items() if key not in TIMES} for row in table]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# from the command line
+
+def test_a_killed_evaluation_gives_the_same_table(untrained, tmp_path):
+    whole = result(*COMMAND, f"--init_from={untrained}", f"--out_dir={tmp_path / 'whole'}")
+    again = [*COMMAND, f"--init_from={untrained}", f"--out_dir={tmp_path / 'killed'}"]
+    samples = tmp_path / "killed" / "samples.jsonl"
+    for least in (3, 20):                                                             # killed twice, in different policies
+        process = start(*again)
+        while not samples.exists() or samples.read_bytes().count(b"\n") < least:
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.002)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        samples.write_bytes(samples.read_bytes() + b'{"task": "passes:4-20", "arm": "fu')                # what a kill may leave
+    n = samples.read_bytes().count(b"\n")
+    assert 20 <= n < 48
+    killed = result(*again)
+    lines = [json.loads(line) for line in samples.read_text(encoding="utf-8").splitlines()]
+    assert len(lines) == 48 == len({(r["arm"], r["problem"], r["sample"]) for r in lines})
+    assert without_times(killed["table"]) == without_times(whole["table"]) and len(whole["table"]) == 8 * 3
+    with open(tmp_path / "killed" / "table.csv", encoding="utf-8", newline="") as file:
+        assert [row["arm"] for row in csv.DictReader(file)] == [row["arm"] for row in whole["table"]]
+    # other budgets and another baseline are another look at the same samples
+    before, began = samples.read_bytes(), time.time()
+    other = result(*again, "--budgets=20", "--baseline=sliding")
+    assert samples.read_bytes() == before and time.time() - began < 60
+    assert {row["budget"] for row in other["table"]} == {20, 60}
+    assert [row["difference"] is None for row in other["table"] if row["policy"] == "sliding"] == [True, True]
+    # more problems keep what there is; another temperature would mix two distributions
+    more = result(*again, "--n_problems=4")
+    assert samples.read_bytes().startswith(before) and {row["problems"] for row in more["table"]} == {4}
+    process = start(*again, "--temperature=0.5")
+    assert "holds samples with temperature=1.0, not 0.5" in process.communicate()[1] and process.returncode == 2
+    assert {row["policy"]: row for row in whole["table"]}["full_stop"]["mean_tokens"] <= 12
+
+
+def test_trained_and_tested_under_different_attention(untrained, tmp_path):
+    """policy@name takes other weights; with the same weights it is the same policy, whose difference is exactly 0."""
+    table = result(*COMMAND, f"--init_from={untrained}", f"--out_dir={tmp_path / 'out'}", "--policies=full,full@twin,sliding@twin",
+                   f"--models={{'twin': '{untrained}'}}", "--baseline=full")["table"]
+    rows = {(row["arm"], row["budget"]): row for row in table}
+    for budget in (10, 30, 60):
+        a, b = rows["full", budget], rows["full@twin", budget]
+        assert (b["difference"], b["low"], b["high"]) == (0, 0, 0) and a["difference"] is None
+        assert a["mean_tokens"] == b["mean_tokens"] and a["accuracy"] == b["accuracy"]
+    assert ("sliding@twin W=12", 60) in rows
+
+
+@pytest.mark.parametrize("config", sorted(p.stem for p in (ROOT / "config").glob("eval_*.py")))
+def test_configs_evaluate_a_tiny_model_of_their_architecture(tmp_path, config):
+    folder = tmp_path / "model"
+    write_passes_tokenizer(folder)
+    tokenizer = load_tokenizer(folder)
+    GPT(GPTConfig(vocab_size=tokenizer.n_vocab, eos_ids=tuple(tokenizer.eos_ids), n_layer=2, n_head=4, n_kv_head=2, n_embd=32, head_dim=8,
+                  n_inner=48, qk_norm=True)).save_pretrained(folder)
+    (tmp_path / "problems.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n' * 3, encoding="utf-8")
+    source = (ROOT / "config" / f"{config}.py").read_text(encoding="utf-8")
+    names = json.dumps(dict.fromkeys(("full", "ps"), str(folder)))
+    table = result("eval.py", f"config/{config}.py", f"--init_from={folder}", f"--models={names}", f"--out_dir={tmp_path / 'out'}",
+                   f"--task=jsonl:{tmp_path / 'problems.jsonl'}", "--held_out=None", "--n_problems=2", "--samples_per_problem=2",
+                   "--windows=16", "--max_new_tokens=24", "--min_new_tokens=0", "--budgets=8", "--carry_first=0", "--carry_last=4",
+                   "--answer_tokens=2", "--cue= answer", "--summary_tokens=2", "--summary_prompt=", "--summary_form={}",
+                   "--device=cpu", "--dtype=float32")["table"]
+    assert {row["problems"] for row in table} == {2} and "init_from" in source
+    rates = list((tmp_path / "out" / "pass_rates").iterdir())
+    assert len(rates) == len({row["arm"] for row in table})
+    assert (tmp_path / "out" / "accuracy.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_misspelt_key_is_named(untrained, tmp_path):
+    process = start(*COMMAND, f"--init_from={untrained}", f"--out_dir={tmp_path / 'out'}", "--windows=4,x")
+    assert "windows wants tuple or int, not str" in process.communicate()[1] and process.returncode == 2
+
+
+@pytest.mark.parametrize("keys, says", [
+    (dict(policies="prefix_slide"), "there is no 'prefix_slide', only prefix_sliding, full,"),
+    (dict(policies="full@other"), "'full@other' needs models={'other': a folder with weights}"),
+    (dict(policies="full,full"), "the same twice"), (dict(prefixes="half"), "not 'half'"), (dict(windows=0), "windows=0"),
+    (dict(windows=()), r"windows=\(\)"), (dict(budgets=(10, 100)), "from 1 to 60"), (dict(n_problems=0), "n_problems=0: must be at"),
+    (dict(policies="last_k", carry_last=12), "leave no room in 12 tokens"), (dict(policies="full_stop", answer_tokens=12), "leave no room"),
+    (dict(policies="summary", summary_tokens=11), "leave no room"), (dict(summary_form="x"), "a text with {} in it"),
+    (dict(baseline="ful"), "baseline='ful'"), (dict(task=[]), r"task=\[\]"), (dict(init_from="nowhere"), "nowhere"),
+    (dict(top_p=0.0), "top_p=0"), (dict(rows=0), "rows=0"),
+])
+def test_wrong_inputs_are_named(untrained, tmp_path, configure, keys, says):
+    configure(**dict(init_from=str(untrained), out_dir=str(tmp_path / "out"), policies="full", windows=12, task="passes:4-20", device="cpu",
+                     n_problems=1, samples_per_problem=1, max_new_tokens=60, carry_last=4, summary_prompt="", summary_form="{}") | keys)
+    with pytest.raises((ValueError, FileNotFoundError), match=says):
+        evaluation.main()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the policies
+
+@pytest.fixture
+def passes(untrained, configure):
+    """A tiny model, its tokenizer, and six prompts of the embedded task."""
+    configure(max_new_tokens=40, temperature=1.0, top_p=1.0, rope="reset", carry_last=4, carry_first=0, answer_tokens=2, cue=" answer",
+              summary_prompt="", summary_form="{}", summary_tokens=4, rows=None)
+    model, tokenizer = GPT.from_pretrained(untrained).double(), load_tokenizer(untrained)
+    prompts = [prompt_ids(load_task("passes:4-60").problem(i), tokenizer) for i in range(6)]
+    return SimpleNamespace(model=model, tokenizer=tokenizer, prompts=prompts)
+
+
+def tokens_of(arm, passes, seeds=range(6)):
+    done = {}
+    record = Recorder([dict(i=i) for i in range(6)], lambda r: done.update({r["i"]: r}), passes.tokenizer.eos_ids)
+    evaluation.sample(arm, passes.model, passes.tokenizer, passes.prompts, list(map(len, passes.prompts)), list(seeds), record)
+    assert sorted(done) == list(range(6))                                             # each once, whatever ended it
+    return [done[i] for i in range(6)]
+
+
+@pytest.mark.parametrize("rows", [None, 2])
+def test_all_policies_draw_from_the_same_streams(passes, configure, rows):
+    """With a window that never fills, every policy whose positions are the same is full attention, token for token."""
+    configure(rows=rows, answer_tokens=1)
+    want = generate(passes.model, passes.prompts, 40, window=None, temperature=1.0, top_p=1.0, seed=range(6),
+                    stop_ids=passes.tokenizer.eos_ids, n_vocab=passes.tokenizer.n_vocab)
+    for policy in (*POLICIES, *evaluation.RESTARTS):
+        window = None if policy == "full" else 60
+        if policy in ("sliding", "streaming"):
+            window = 200                                                              # their windows have to hold the prompt, too
+        got = tokens_of(Arm(policy, "", window, "whole"), passes)
+        assert [(r["tokens"], r["finish_reason"]) for r in got] == [(c.tokens, c.finish_reason) for c in want], policy
+
+
+def fake(passes, monkeypatch, calls):
+    """An engine that writes down its contexts and answers with 1, 2, 3, ... in each of them, or with what stands in calls.answers."""
+    def generate(model, contexts, limits, *, window, seed, on_token=None, **how):
+        limits = limits if isinstance(limits, list) else [limits] * len(contexts)
+        calls.append((contexts, limits, seed))
+        done = [list(range(1, n + 1)) for n in limits]
+        for i, tokens in enumerate(done):
+            for token in tokens if on_token else ():
+                on_token(i, token)
+        return [SimpleNamespace(tokens=tokens) for tokens in done]
+    monkeypatch.setattr(evaluation, "generate", generate)
+    return Recorder([{}], lambda r: calls.append(r), passes.tokenizer.eos_ids)
+
+
+def test_last_k_by_hand(passes, configure, monkeypatch):
+    """P = 2, W = 6, k = 2: six new tokens, then prompt + last two + four new ones, again and again; Delethink keeps the first ones too."""
+    for first, contexts in ((0, [[50, 51], [50, 51, 5, 6], [50, 51, 3, 4], [50, 51, 3, 4]]),
+                            (1, [[50, 51], [50, 51, 1, 5, 6], [50, 51, 1, 2, 3], [50, 51, 1, 2, 3], [50, 51, 1, 2, 3]])):
+        configure(max_new_tokens=16, carry_last=2, carry_first=first)
+        calls = []
+        evaluation.sample(Arm("last_k", "", 6, "whole"), None, passes.tokenizer, [[50, 51]], [2], [9], fake(passes, monkeypatch, calls))
+        *turns, record = calls
+        assert [c for (c,), _, _ in turns] == contexts
+        assert [n for _, (n,), _ in turns] == ([6, 4, 4, 2] if first == 0 else [6, 3, 3, 3, 1])
+        assert record["n_tokens"] == 16 and record["finish_reason"] == "length"
+        seeds = [s for _, _, (s,) in turns]
+        assert seeds[0] == 9 and len(set(seeds)) == len(seeds)                        # a stream of its own for each piece
+
+
+def test_summary_by_hand(passes, configure, monkeypatch):
+    """P = 2, W = 12: room for a question of two tokens and a summary of three at the end of each context; the summary is not counted."""
+    ids = passes.tokenizer.encode
+    configure(max_new_tokens=10, summary_prompt=" 01 02", summary_tokens=3, summary_form=" 03{} 04", carry_last=4)
+    calls, written = [], ids(" 00 00 59 04")
+    record = fake(passes, monkeypatch, calls)
+    plain = evaluation.generate
+
+    def generate(model, contexts, limits, *, on_token=None, **how):
+        if on_token is not None:
+            return plain(model, contexts, limits, on_token=on_token, **how)
+        calls.append((contexts, limits, how["seed"]))
+        assert how["stop_strings"] == ("04",)
+        return [SimpleNamespace(tokens=written)]
+    monkeypatch.setattr(evaluation, "generate", generate)
+    evaluation.sample(Arm("summary", "", 12, "whole"), None, passes.tokenizer, [[50, 51]], [2], [9], record)
+    *turns, done = calls
+    ask, carried = ids(" 01 02"), ids(" 03") + ids(" 00 00 59") + ids(" 04")
+    new = list(range(1, 8))
+    assert turns[0][:2] == ([[50, 51]], [7])                                          # 12 - 2 - 3
+    assert turns[1][:2] == ([[50, 51, *new, *ask]], [3])
+    assert turns[2][0] == [[50, 51, *carried]] and turns[2][1] == [2]                 # 7 + 2: the first 3 fit, 10 - 7 = 3 are left
+    assert done["n_tokens"] == 10
+
+
+def test_full_stop_by_hand(passes, configure, monkeypatch):
+    ids = passes.tokenizer.encode
+    configure(max_new_tokens=100, cue=" answer", answer_tokens=2)
+    calls = []
+    evaluation.sample(Arm("full_stop", "", 8, "whole"), None, passes.tokenizer, [[50, 51]], [2], [9], fake(passes, monkeypatch, calls))
+    (first, n, _), (second, m, _), record = calls
+    assert first == [[50, 51]] and n == [5] and second == [[50, 51, 1, 2, 3, 4, 5, *ids(" answer")]] and m == [2]
+    assert record["tokens"] == [1, 2, 3, 4, 5, *ids(" answer"), 1, 2] and record["n_tokens"] == 8
+
+
+def test_the_summary_stands_before_the_thinking(configure, monkeypatch):
+    """A prompt that ends in <think> and a newline: the summary comes before a fresh <think>; the forced answer ends the thinking first."""
+    tokenizer = SimpleNamespace(encode=lambda text: list(map(int, text.split())), decode=lambda ids: " ".join(map(str, ids)), eos_ids=[99],
+                                n_vocab=100, token_id={"<think>": 7, "</think>": 8}.get)
+    configure(max_new_tokens=14, summary_prompt="20", summary_tokens=2, summary_form="21 {} 22", rows=None, cue="30 31", answer_tokens=2)
+    calls = []
+    record = fake(SimpleNamespace(tokenizer=tokenizer), monkeypatch, calls)
+    evaluation.sample(Arm("summary", "", 10, "whole"), None, tokenizer, [[5, 6, 7, 10]], [4], [9], record)
+    assert calls[2][0] == [[5, 6, 21, 1, 2, 22, 7, 10]]
+    calls.clear()
+    record = fake(SimpleNamespace(tokenizer=tokenizer), monkeypatch, calls)
+    evaluation.sample(Arm("full_stop", "", 10, "whole"), None, tokenizer, [[5, 6, 7, 10]], [4], [9], record)
+    assert calls[1][0] == [[5, 6, 7, 10, 1, 2, 3, 4, 5, 8, 30, 31]]                    # 10 - 1 - 2 - 2 tokens of thinking
+
+
+def test_prefixes(smollm2, configure):
+    tokenizer = load_tokenizer(smollm2)
+    configure(system="", template_args={})
+    problem = Problem("Why is the sky blue?", "")
+    prompt = prompt_ids(problem, tokenizer)
+    n = evaluation.prefix_tokens("question", problem, prompt, tokenizer)
+    assert tokenizer.decode(prompt[:n]).endswith("Why is the sky blue?") and len(prompt) - n > 2
+    assert [evaluation.prefix_tokens(p, problem, prompt, tokenizer) - len(prompt) for p in ("whole", "whole+100")] == [0, 100]
+    assert evaluation.prefix_tokens("4", problem, prompt, tokenizer) == 4
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the numbers
+
+def test_the_time_of_a_step_is_shared(monkeypatch, configure):
+    """Two samples in steps of 2 seconds, one of which ends after three: it took 1 + 1 + 1, the other 1 + 1 + 1 + 2."""
+    now, done = [0.0], []
+    monkeypatch.setattr(evaluation.time, "perf_counter", lambda: now[0])
+    configure(max_new_tokens=128)
+
+    def complete(record):
+        done.append(record)
+        now[0] += 100                                                                 # scoring takes long, and is nobody's time
+    record = Recorder([dict(i=0), dict(i=1)], complete, [9])
+    for tokens in ((1, 1), (1, 1), (9, 1), (None, 9)):
+        now[0] += 2
+        for i, token in enumerate(tokens):
+            if token is not None:
+                record.token(i, token)
+    record.close()
+    assert [(r["i"], r["s"], r["every"], r["times"], r["n_tokens"]) for r in done] == [(0, 3, 2, [2], 3), (1, 5, 2, [2, 5], 4)]
+
+
+def test_budgets_are_applied_afterwards():
+    task = load_task("passes:4-4")
+    problem = task.problem(0)
+    text = " 00 00 03 A answer B"
+    tokenizer = SimpleNamespace(decode=lambda ids: "".join(ids))
+    source = SimpleNamespace(problem=lambda i: problem, score=lambda p, text, ids, reason: float(text == " 00 00" and reason == "length"))
+    record = dict(problem=0, n_tokens=7, finish_reason="stop", score=1.0, s=9.0, every=2, times=[1.0, 3.0, 6.0],
+                  tokens=[" 00", " 00", " 03", " A", " answer", " B", "end"], text=text)
+    at = {b: evaluation.at_budget(record, b, source, tokenizer) for b in (1, 2, 3, 6, 7, 100)}
+    assert at[100] == at[7] == (1.0, 7, False, 9.0)
+    assert at[6] == (0.0, 6, True, 6.0) and at[2] == (1.0, 2, True, 1.0)
+    assert at[1] == (0.0, 1, True, 0.5) and at[3] == (0.0, 3, True, 2.0)               # between two marks
+    record["finish_reason"] = "length"
+    assert evaluation.at_budget(record, 7, source, tokenizer)[2] is True
+
+
+@given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=1, max_size=40))
+def test_paired_differences(pairs):
+    a, b = map(list, zip(*pairs, strict=True))
+    mean, low, high = evaluation.paired(a, b)
+    d = np.subtract(a, b)
+    assert abs(mean - d.mean()) < 1e-12 and d.min() - 1e-12 <= low <= high <= d.max() + 1e-12
+    assert evaluation.paired(a, a) == (0, 0, 0)
+    again = evaluation.paired(b, a)
+    assert abs(again[0] + mean) < 1e-12
+
+
+def test_the_interval_is_that_of_the_mean():
+    """100 problems, half of them won: a standard error of 0.05, so about 0.4 to 0.6; the noise that both share cancels."""
+    mean, low, high = evaluation.paired([1.0] * 50 + [0.0] * 50, [0.0] * 100)
+    assert mean == 0.5 and abs(low - 0.402) < 0.015 and abs(high - 0.598) < 0.015
+    noise = list(np.random.default_rng(1).uniform(0, 100, 100))
+    mean, low, high = evaluation.paired([x + 1 for x in noise], noise)
+    assert max(abs(x - 1) for x in (mean, low, high)) < 1e-9
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, *evaluation.RESTARTS])
+@pytest.mark.parametrize("n_new", [3, 50])
+def test_cache_bytes(policy, n_new):
+    """Against what a cache of that size really allocates."""
+    import torch
+    config, W, n_prompt = GPTConfig(n_layer=2, windows=(None, 5)), 12, 17
+    arm = Arm(policy, "", None if policy == "full" else W, "whole")
+    got = evaluation.cache_bytes(arm, config, n_prompt, n_prompt, n_new, torch.float32)
+    P, n = {"sliding": 0, "streaming": 4}.get(policy, n_prompt), n_prompt + n_new
+    windows = [None if policy == "full" else min(W, n - P), min(5, n - P)]
+    assert got == SlidingCache(config, 1, P, windows, max_len=n).nbytes
+
+
+def test_a_difference_is_paired_with_the_baseline_of_the_same_window(configure):
+    import torch
+    configure(budgets=(), max_new_tokens=10, baseline="sliding")
+    arms = [Arm("full", "", None, "whole"), *(Arm(p, "", w, "whole") for w in (4, 8) for p in ("prefix_sliding", "sliding"))]
+
+    def samples(score):
+        return {i: [dict(problem=i, n_tokens=5, finish_reason="stop", score=score + i / 10, s=1.0, every=1, times=[], tokens=[],
+                         prompt_tokens=3, prefix_tokens=3)] for i in range(3)}
+    records = {arm: samples(k / 100) for k, arm in enumerate(arms)}
+    rows = evaluation.rows_of("x", None, records, {"": None}, {"": GPTConfig()}, torch.float32)
+    assert [row["difference"] and round(row["difference"], 6) for row in rows] == [None, -0.01, None, -0.01, None]
+    configure(baseline="full")
+    rows = evaluation.rows_of("x", None, records, {"": None}, {"": GPTConfig()}, torch.float32)
+    assert [row["difference"] and round(row["difference"], 6) for row in rows] == [None, 0.01, 0.02, 0.03, 0.04]
+    assert [row["tokens_per_s"] for row in rows] == [5] * 5
+
+
+def test_what_is_no_file_of_samples(tmp_path):
+    (tmp_path / "samples.jsonl").write_text('{"task": 1}\n', encoding="utf-8")
+    with pytest.raises(ValueError, match="line 1: not a sample of eval.py"):
+        evaluation.read_samples(tmp_path / "samples.jsonl")
+    assert evaluation.read_samples(tmp_path / "nothing.jsonl") == {}
