@@ -378,7 +378,10 @@ def write_results(out, table, records):
         rates = {i: sum(r["score"] for r in samples) / len(samples) for i, samples in problems.items()}
         with replacing(out / "pass_rates" / re.sub(r"[^\w.@=+-]+", "_", f"{arm} {name}.json")) as path:
             path.write_text(json.dumps(dict(task=name, seed=seed, held_out=held_out, rates=rates)) + "\n", encoding="utf-8")
-    print_table([{key: value for key, value in rounded(**row).items() if key not in ("policy", "window", "prefix")} for row in table])
+    print(f"{samples_per_problem} samples of each of {table[0]['problems']} problems; differences from {baseline} with 95 % intervals")
+    hidden = {"policy", "window", "prefix", "problems", "samples"}
+    hidden |= {key for key in ("task", "budget") if len({row[key] for row in table}) == 1}
+    print_table([{key: value for key, value in rounded(**row).items() if key not in hidden} for row in table])
 
 
 def main():

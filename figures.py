@@ -190,7 +190,7 @@ def accuracy():
         axes[0, 1].set(ylabel="seconds per sample", yscale="log")
         for ax in axes[0]:
             ax.set_xticks(range(len(tasks)), tasks, rotation=20)
-    axes[0, 1].legend(fontsize="x-small")
+    axes[0, 1].legend(fontsize="x-small", bbox_to_anchor=(1, 1), loc="upper left")
     return dict(figure="accuracy", out=save(fig, "accuracy"), arms=arms)
 
 
@@ -406,8 +406,7 @@ def receptive():
     for effect, name in ((kl, "KL(p || p')"), (change, "max |change of a logit|")):
         axes[0, 0].plot([d / W for d in distances], effect.where(effect > 0, float("nan")), label=name)
     for x, style, name in ((1, "-", "W"), (1.5, "--", "1.5 W"), (reach / W, ":", f"{model.config.n_layer} (W - 1)")):
-        if x <= 8:
-            axes[0, 0].axvline(x, color="grey", linestyle=style, label=name)
+        axes[0, 0].axvline(min(x, 8), color="grey", linestyle=style, label=name + (f" = {x:.1f} W, outside" if x > 8 else ""))
     axes[0, 0].set(xlabel="distance in windows", ylabel="effect of one changed token", yscale="log", xlim=(0, 8))
     axes[0, 0].legend()
     at = {f"{m:g}W": min(range(len(distances)), key=lambda n, m=m: abs(distances[n] - m * W)) for m in (0.5, 1, 1.5, 2, 3, 4, 8)}

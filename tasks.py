@@ -36,7 +36,7 @@ ball then. The trace tells that once, and when it is needed, it has long left th
     00 00 19 F [...] 00 00 15 H 00 00 14 C [...] 00 00 00 E answer E H
     00 00 19 F [...] 00 00 15 H H 00 00 14 C H [...] 00 00 00 E H answer E H
 
-Of the worked solutions a few (REHEARSES) repeat the name at every step, as in the last line. The others just walk on.
+Of the worked solutions half (REHEARSES) repeat the name at every step, as in the last line. The others just walk on.
 """
 import sys
 
@@ -234,7 +234,7 @@ PEOPLE = "ABCDEFGHIJK"
 DAY = 24 * 60 * 60      # seconds: the longest clock is 23 59 59
 IMPATIENCE = 0.06      # chance, at every step of an impatient solution, to stop there
 LONGEST_SOLUTION = 40  # steps of an impatient solution
-REHEARSES = 0.2        # share of the solutions of recall that repeat the name that is asked for
+REHEARSES = 0.5        # share of the solutions of recall that repeat the name that is asked for
 
 
 def passes(name, detail, seed, held_out, longer):

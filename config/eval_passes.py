@@ -5,11 +5,11 @@ init_from = "out-demo-rl/seed1/rl/last"            # trained with P = the prompt
 models = {"full": "out-demo-rl/seed1/full/last"}   # the same, trained with full attention, on whole solutions
 out_dir = "out-demo-rl/seed1/eval"
 task = [f"passes:{n}-{n}" for n in (5, 10, 20, 40, 60, 250)]
-n_problems, samples_per_problem = 100, 2
+n_problems, samples_per_problem = 100, 1
 policies = "full@full,prefix_sliding,full,prefix_sliding@full,sliding,streaming,random,full_stop,last_k,summary"
 baseline = "full@full"
 windows, rope = 12, "reset"
-max_new_tokens = 1300
+max_new_tokens = 1100
 cue, answer_tokens = " answer", 2
 carry_last = 4                                     # one step of a trace, all that the next one needs
 summary_prompt, summary_form, summary_tokens = "", "{}", 4   # the model knows no words: its notes are the step that it would write next
