@@ -61,6 +61,7 @@ import json
 import re
 import sys
 import time
+from array import array
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -166,9 +167,10 @@ class Recorder:
         self.step, self.ended, now = {}, [], time.perf_counter()
         if now - self.shown > 20:
             self.shown, tokens = now, sum(map(len, self.tokens))
-            left = f"{(now - self.began) / self.written * (len(self.tokens) - self.written):,.0f} s left" if self.written else ""
-            print(f"  {self.written} of {len(self.tokens)} samples, {tokens:,} tokens, {tokens / (now - self.began):,.0f} tokens/s  {left}",
-                  file=sys.stderr, flush=True)
+            most = sum(max_new_tokens - len(t) for i, t in enumerate(self.tokens) if i not in self.reason)
+            rate = tokens / (now - self.began)
+            print(f"  {self.written} of {len(self.tokens)} samples, {tokens:,} tokens, {rate:,.0f} tokens/s, at most "
+                  f"{most / rate / 60:,.1f} min left", file=sys.stderr, flush=True)
 
 
 def sample(arm, model, tokenizer, prompts, kept, seeds, record):
@@ -269,10 +271,15 @@ def read_samples(path):
     for number, line in enumerate(whole.decode("utf-8").splitlines(), 1):
         try:
             record = json.loads(line)
-            done[record["task"], record["arm"], record["problem"], record["sample"]] = record
+            done[record["task"], record["arm"], record["problem"], record["sample"]] = compact(record)
         except (ValueError, KeyError, TypeError):
             raise ValueError(f"{path}, line {number}: not a sample of eval.py") from None
     return done
+
+
+def compact(record):
+    """What the table needs of a sample: a list of tokens costs nine times as much memory as an array, and there may be 10^8 of them."""
+    return {key: value for key, value in record.items() if key != "text"} | dict(tokens=array("i", record["tokens"]))
 
 
 def same_evaluation(out):
@@ -300,7 +307,7 @@ def at_budget(record, budget, source, tokenizer):
     n = record["n_tokens"]
     if n <= budget:
         return record["score"], n, record["finish_reason"] == "length", record["s"]
-    tokens = record["tokens"][:budget]
+    tokens = list(record["tokens"][:budget])
     score = source.score(source.problem(record["problem"]), tokenizer.decode(tokens), tokens, "length")
     marks = [0, *(record["every"] * (k + 1) for k in range(len(record["times"]))), n]
     return float(score), budget, True, float(np.interp(budget, marks, [0.0, *record["times"], record["s"]]))
@@ -358,7 +365,7 @@ def draw(arm, name, source, todo, model, tokenizer, file, done):
         record["text"] = text
         file.write(json.dumps(record) + "\n")
         file.flush()
-        done[name, str(arm), record["problem"], record["sample"]] = record
+        done[name, str(arm), record["problem"], record["sample"]] = compact(record)
 
     known = [dict(task=name, arm=str(arm), problem=i, sample=k, prompt_tokens=len(prompts[i]), prefix_tokens=kept[i]) for i, k in todo]
     sample(arm, model, tokenizer, [prompts[i] for i, _ in todo], [kept[i] for i, _ in todo], [hashed(seed, i, k) for i, k in todo],
