@@ -40,7 +40,7 @@ demo-eval: .venv/run
 	$(BIN)/python eval.py config/eval_passes.py --init_from=$(DEMO)/rl/last --models="{'full': '$(DEMO)/full/last'}" --out_dir=$(DEMO)/eval
 
 test: .venv/dev $(MODEL)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2
 
 lint: .venv/dev
 	$(BIN)/ruff check .

@@ -70,14 +70,14 @@ def run(main):
     sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character is no reason to stop
     try:
         main()
-    except (ValueError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError) as error:
+    except BrokenPipeError:  # whoever read the output, such as head, has seen enough; nothing more can be written, at exit neither
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+    except (ValueError, OSError) as error:
         if main.__globals__.get("debug"):
             raise
         named = isinstance(error, OSError) and error.filename
         _fail(f"{error.filename!r}: {error.strerror}" if named else error)
-    except BrokenPipeError:  # whoever read the output, such as head, has seen enough; nothing more can be written, at exit neither
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)

@@ -86,8 +86,8 @@ def generate(model, prompts, max_new_tokens, *, prefix_len=None, window=4096, ro
              seed=0, rows=None, on_token=None, stats=None):
     """Sample one completion for each of `prompts` (lists of token ids). -> list[Completion], in the order of the prompts.
 
-    max_new_tokens, seed: one int, or one per prompt (a prompt with a seed of its own has the stream (seed, 0), as if it were alone).
-    prefix_len: how many tokens each row keeps for good, one int or one per prompt; None = its whole prompt. window, rope: see GPT.features.
+    max_new_tokens, min_new_tokens, prefix_len, seed: one int, or one per prompt (a prompt with a seed of its own has the stream (seed, 0),
+    as if it were alone). prefix_len: how many tokens each row keeps for good; None = its whole prompt. window, rope: see GPT.features.
     evict: "oldest" | "random". temperature >= 0 (0 = argmax), top_k None or >= 1, 0 < top_p <= 1.
     stop_ids: end tokens, not drawn before min_new_tokens. stop_strings: a sequence ends, at any length, with the token that completes
     one of them in its text, decode(ids); the tokens are not cut, tokenizer.stream(ids, stop) cuts the text. thinking: a Thinking, or None.
@@ -99,6 +99,7 @@ def generate(model, prompts, max_new_tokens, *, prefix_len=None, window=4096, ro
     n, config, weight = len(prompts), model.config, model.lm_head.weight
     stop_strings = (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings)
     limits, seeds = _per_prompt(max_new_tokens, n, "max_new_tokens"), _per_prompt(seed, n, "seed")
+    least = _per_prompt(min_new_tokens, n, "min_new_tokens")
     prefixes = None if prefix_len is None else _per_prompt(prefix_len, n, "prefix_len")
     _check(prompts, limits, config, prefixes, temperature, top_k, top_p, stop_ids, stop_strings, decode, thinking, n_vocab, rows)
     if not prompts:
@@ -148,7 +149,7 @@ def generate(model, prompts, max_new_tokens, *, prefix_len=None, window=4096, ro
         allowed = logits.clone()
         allowed[:, config.vocab_size if n_vocab is None else n_vocab:] = float("-inf")
         for s, row in zip(sequences, allowed, strict=True):
-            if len(s.completion.tokens) < min_new_tokens:
+            if len(s.completion.tokens) < least[s.index]:
                 row[[t for t in stop_ids if t < config.vocab_size]] = float("-inf")
         drawn = sample(allowed, u, temperature, top_k, top_p).tolist()
         chosen = [budget(s, token, thinking, stop_ids) for s, token in zip(sequences, drawn, strict=True)]

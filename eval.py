@@ -2,8 +2,8 @@ r"""
 Every policy on the same problems, with the same random streams: accuracy, length, seconds, memory.
 
     python eval.py config/eval_passes.py                                    # the embedded task, all policies, after make demo-rl
-    python eval.py config/eval_qwen3_1p7b_aime25.py                         # one GPU, after python data/aime25/prepare.py
-    python eval.py --task=jsonl:problems.jsonl --policies=full,prefix_sliding,last_k --windows=256,512
+    python eval.py config/eval_qwen3_1p7b.py                                # one GPU, after python data/aime25/prepare.py
+    python eval.py --task=jsonl:problems.jsonl --policies=full,prefix_sliding,last_k --windows=512,1024
     python eval.py config/eval_passes.py --budgets=50,100,200               # the same samples once more, with other budgets
 
 Policies: those of engine.POLICIES (prefix_sliding, full, sliding, streaming, random), and three that attend to everything in a context of
@@ -33,7 +33,7 @@ rope = "continue"                 # continue: absolute positions | reset: close 
 max_new_tokens = 32768            # most tokens per sample
 min_new_tokens = 0                # tokens before an end token may come
 budgets: tuple | int = ()         # tokens, up to max_new_tokens, which is always one of them
-baseline = "full"                 # the policy, or policy@name, that the others are compared with
+baseline = ""                     # the policy, or policy@name, that the others are compared with; "" = the first one
 system = ""                       # system message for the chat template, "" = none
 template_args = {}                # further arguments of the chat template, such as {"enable_thinking": True}
 temperature = 0.6                 # >= 0
@@ -49,13 +49,15 @@ cue = "\n\nThe final answer is \\boxed{"    # full_stop: begins the answer, afte
 answer_tokens = 32                # full_stop: most tokens of the answer
 seed = 1                          # of problems and samples
 device = "auto"                   # auto (cuda, then mps, then cpu) | cpu | cuda | cuda:1 | mps
-dtype = "auto"                    # auto (bfloat16 where the hardware has it, else float32) | float32 | bfloat16 | float64
+dtype = "auto"                    # auto (bfloat16 where the hardware has it, else float32) | float32 | bfloat16 | float16 | float64
 
 from configurator import configure, require, run, settings
 
 configure(globals())
 
 import csv
+import fcntl
+import hashlib
 import itertools
 import json
 import re
@@ -70,11 +72,11 @@ import torch
 
 import figures
 from bench import print_table, rounded
-from checkpoint import local_folder, read_json, replacing
-from engine import POLICIES, generate
+from checkpoint import MODEL_FILES, fingerprint, local_folder, read_json, replacing
+from engine import POLICIES, Thinking, generate
 from model import GPT, GPTConfig, device_and_dtype
 from sliding_cache import layer_windows, mix, row_bytes
-from tasks import load_task, prompt_ids
+from tasks import load_task, prompt_ids, text_of
 from tokenizer import load_tokenizer
 
 
@@ -86,16 +88,18 @@ class Arm:
     window: int | None
     prefix: str
 
+    def kind(self):
+        return self.policy + (f"@{self.weights}" if self.weights else "")
+
     def __str__(self):
-        return (self.policy + (f"@{self.weights}" if self.weights else "") + (f" W={self.window}" if self.window else "")
-                + (f" P={self.prefix}" if self.prefix != "whole" else ""))
+        return self.kind() + (f" W={self.window}" if self.window else "") + (f" P={self.prefix}" if self.prefix != "whole" else "")
 
 
 def arms():
     """All that the configuration asks for. Raises ValueError for a name that there is not."""
     out, kept = [], [prefix.strip() for prefix in prefixes.split(",")]
     for prefix in kept:
-        if not re.fullmatch(r"whole(\+\d+)?|question|\d+", prefix):
+        if not re.fullmatch(r"whole(\+[1-9]\d*)?|question|0|[1-9]\d*", prefix):
             raise ValueError(f"prefixes={prefixes!r}: whole, question, whole+100 or a number of tokens, not {prefix!r}")
     for item in policies.split(","):
         policy, _, weights = item.strip().partition("@")
@@ -107,6 +111,8 @@ def arms():
                 for prefix in (kept if policy in ("prefix_sliding", "random") else ["whole"])]
     if len(set(out)) < len(out):
         raise ValueError(f"policies={policies!r}, windows={windows}, prefixes={prefixes!r}: the same twice")
+    if baseline and baseline not in map(Arm.kind, out):
+        raise ValueError(f"baseline={baseline!r}: none of policies={policies!r}")
     return out
 
 
@@ -115,11 +121,12 @@ def several(value):
 
 
 def prefix_tokens(prefix, problem, prompt, tokenizer):
-    """How many tokens stay for good. "question": up to the end of the question, that is as far as the prompt of another question that
-    begins alike is the same: without what the chat template says after it."""
+    """How many tokens stay for good. "question": up to the end of the question, without what the chat template says after it, which is
+    the end that all prompts have in common."""
     if prefix == "question":
-        longer = prompt_ids(replace(problem, prompt=problem.prompt + "\n\n?"), tokenizer, system, template_args)
-        return next((i for i, (a, b) in enumerate(zip(prompt, longer, strict=False)) if a != b), len(prompt))
+        other = prompt_ids(replace(problem, prompt=problem.prompt + "\n\n\u00a7"), tokenizer, system, template_args)
+        same = next((n for n, (a, b) in enumerate(zip(reversed(prompt), reversed(other), strict=False)) if a != b), 0)
+        return len(prompt) - same
     return int(prefix) if prefix.isdigit() else len(prompt) + int(prefix.partition("+")[2] or 0)
 
 
@@ -149,6 +156,14 @@ class Recorder:
         self.tokens[i].append(token)
         if token in self.eos_ids or len(self.tokens[i]) == max_new_tokens:
             self.end(i, "stop" if token in self.eos_ids else "length")
+
+    def share(self, samples):
+        """Count the time since the last step, of work that gave them no tokens, to some samples."""
+        self.close()
+        now = time.perf_counter()
+        for i in samples:
+            self.seconds[i] += (now - self.last) / len(samples)
+        self.last = now
 
     def end(self, i, reason):
         self.reason[i] = reason
@@ -188,21 +203,18 @@ def sample(arm, model, tokenizer, prompts, kept, seeds, record):
         """Go on from contexts, {sample: tokens}, to P + W - reserve tokens at most. -> {sample: new tokens} of those that did not finish.
         Each piece draws from a stream of its own, the first one from that of the other policies. hidden: no part of the sample."""
         nonlocal turn
-        contexts = {i: context for i, context in contexts.items() if i not in record.reason}
-        if not contexts:
+        index = [i for i in contexts if i not in record.reason]
+        if not index:
             return {}
-        index = list(contexts)
-        room = [len(prompts[i]) + arm.window - reserve - len(contexts[i]) for i in index]
-        if min(room) < 1:
-            raise ValueError(f"{arm}: what is carried into a context and has to be said at its end leave no room in {arm.window} tokens: "
-                             "a larger window, or smaller carry_first, carry_last, summary_tokens, summary_prompt, answer_tokens")
         so_far = [0 if hidden else len(record.tokens[i]) for i in index]
-        limits = [min(r, limit, max_new_tokens - n) for r, n in zip(room, so_far, strict=True)]
-        streams = [hashed(seeds[i], turn) if turn else seeds[i] for i in index]
-        done = generate(model, list(contexts.values()), limits, window=None, seed=streams,
-                        **how | more | dict(min_new_tokens=0 if hidden else max(min_new_tokens - min(so_far), 0)),
-                        on_token=None if hidden else lambda j, token: record.token(index[j], token))
+        room = [len(prompts[i]) + arm.window - reserve - len(contexts[i]) for i in index]
+        done = generate(
+            model, [contexts[i] for i in index], [min(r, limit, max_new_tokens - n) for r, n in zip(room, so_far, strict=True)],
+            window=None, prefix_len=[len(prompts[i]) for i in index], seed=[hashed(seeds[i], turn) if turn else seeds[i] for i in index],
+            **how | more | dict(min_new_tokens=[0 if hidden else max(min_new_tokens - n, 0) for n in so_far]),
+            on_token=None if hidden else lambda j, token: record.token(index[j], token))
         turn += 1
+        record.share(index) if hidden else record.close()
         return {i: c.tokens for i, c in zip(index, done, strict=True) if i not in record.reason}
 
     RESTARTS[arm.policy](prompts, tokenizer, record, piece)
@@ -211,10 +223,11 @@ def sample(arm, model, tokenizer, prompts, kept, seeds, record):
 
 def full_stop(prompts, tokenizer, record, piece):
     """Full attention that has to answer when its context is full."""
-    end_think, ask = tokenizer.token_id("</think>"), tokenizer.encode(cue)
-    left = piece(dict(enumerate(prompts)), (end_think is not None) + len(ask) + answer_tokens)
+    think, end_think, ask = tokenizer.token_id("<think>"), tokenizer.token_id("</think>"), tokenizer.encode(cue)
+    left = piece(dict(enumerate(prompts)), room_taken("full_stop", tokenizer))
     for i, fresh in left.items():
-        for token in [end_think] * (end_think is not None and end_think not in fresh) + ask:
+        is_open = end_think is not None and Thinking(end_think, think).open_in(prompts[i] + fresh) and end_think not in fresh
+        for token in [end_think] * is_open + ask:
             record.token(i, token)
     for i in piece({i: prompts[i] + record.tokens[i] for i in left}, limit=answer_tokens):
         record.end(i, "length")
@@ -247,6 +260,17 @@ def summary(prompts, tokenizer, record, piece):
 
 
 RESTARTS = dict(full_stop=full_stop, last_k=last_k, summary=summary)
+OWN_KEYS = dict(full_stop=("cue", "answer_tokens"), last_k=("carry_first", "carry_last"),
+                summary=("summary_prompt", "summary_form", "summary_tokens"))
+
+
+def room_taken(policy, tokenizer):
+    """How many of the W tokens of a context are not for new ones: what is carried into it, and what is said at its end."""
+    if policy == "full_stop":
+        return (tokenizer.token_id("</think>") is not None) + len(tokenizer.encode(cue)) + answer_tokens
+    if policy == "last_k":
+        return carry_first + carry_last
+    return sum(len(tokenizer.encode(part)) for part in (summary_prompt, *summary_form.split("{}"))) + 2 * summary_tokens
 
 
 def hashed(seed, *numbers):
@@ -260,20 +284,18 @@ def hashed(seed, *numbers):
 # ---------------------------------------------------------------------------------------------------------------------
 # what is on disk
 
-def read_samples(path):
-    """{(task, arm, problem, sample): line} of samples.jsonl. A last line that was cut by a kill is removed."""
-    data = path.read_bytes() if path.exists() else b""
+def read_samples(file):
+    """{(task, arm, problem, sample): line} of samples.jsonl, open for reading and appending. A last line that a kill has cut is removed."""
+    file.seek(0)
+    data, done = file.read(), {}
     whole = data[:data.rfind(b"\n") + 1]
-    if len(whole) < len(data):
-        with replacing(path) as file:
-            file.write_bytes(whole)
-    done = {}
-    for number, line in enumerate(whole.decode("utf-8").splitlines(), 1):
+    file.truncate(len(whole))
+    for number, line in enumerate(whole.splitlines(), 1):
         try:
             record = json.loads(line)
             done[record["task"], record["arm"], record["problem"], record["sample"]] = compact(record)
         except (ValueError, KeyError, TypeError):
-            raise ValueError(f"{path}, line {number}: not a sample of eval.py") from None
+            raise ValueError(f"{file.name}, line {number}: not a sample of eval.py") from None
     return done
 
 
@@ -282,21 +304,29 @@ def compact(record):
     return {key: value for key, value in record.items() if key != "text"} | dict(tokens=array("i", record["tokens"]))
 
 
-def same_evaluation(out):
-    """ValueError if out holds samples that were drawn in another way than the configuration says now. Keys that only say which samples
-    to draw and how to look at them may change."""
-    free = ("out_dir", "task", "n_problems", "samples_per_problem", "policies", "windows", "prefixes", "budgets", "baseline", "rows",
-            "device", "debug")
-    now = settings(globals(), without=free)
+def same_evaluation(out, done, ways, kind, folders):
+    """ValueError if out holds samples (done) that were drawn in another way, or by other weights, than the configuration says now. Keys
+    that only say which samples to draw and how to look at them may change, and those of policies that have no samples yet."""
+    drawn = {arm.partition("@")[0].partition(" ")[0] for _, arm, _, _ in done}
+    free = {"out_dir", "task", "n_problems", "samples_per_problem", "policies", "windows", "prefixes", "budgets", "baseline", "rows",
+            "models", "init_from", "device", "debug", *(key for policy in RESTARTS if policy not in drawn for key in OWN_KEYS[policy])}
     path = out / "eval.json"
-    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else now
-    now["models"] = before.get("models", {}) | models
-    for key, value in now.items():
-        was = before.get(key) if key != "models" else {name: before["models"].get(name, folder) for name, folder in value.items()}
-        if was != value:
-            raise ValueError(f"out_dir={out_dir!r} holds samples with {key}={was!r}, not {value!r}: name another out_dir")
+    before = read_json(path) if done and path.exists() else {}
+    now = settings(globals()) | dict(dtype=str(kind)[6:]) | dict(
+        weights=before.get("weights", {}) | {name: fingerprint(folder) for name, folder in folders.items()})
+    for name, mark in before.get("weights", {}).items():
+        if now["weights"][name] != mark:
+            raise ValueError(f"out_dir={out_dir!r} holds samples of other weights than {folders[name]!r}: name another out_dir")
+    for key in before.keys() - free - {"weights"}:
+        if before[key] != now.get(key):
+            raise ValueError(f"out_dir={out_dir!r} holds samples with {key}={before[key]!r}, not {now.get(key)!r}: name another out_dir")
     with replacing(path) as file:
         file.write_text(json.dumps(now) + "\n", encoding="utf-8")
+
+
+def mark_of(problem):
+    """What tells a problem from one that stood in its place before its file was edited."""
+    return hashlib.sha256(repr((problem.prompt, problem.answer)).encode()).hexdigest()[:16]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -307,8 +337,8 @@ def at_budget(record, budget, source, tokenizer):
     n = record["n_tokens"]
     if n <= budget:
         return record["score"], n, record["finish_reason"] == "length", record["s"]
-    tokens = list(record["tokens"][:budget])
-    score = source.score(source.problem(record["problem"]), tokenizer.decode(tokens), tokens, "length")
+    tokens, problem = list(record["tokens"][:budget]), source.problem(record["problem"])
+    score = source.score(problem, text_of(tokens, prompt_ids(problem, tokenizer, system, template_args), tokenizer), tokens, "length")
     marks = [0, *(record["every"] * (k + 1) for k in range(len(record["times"]))), n]
     return float(score), budget, True, float(np.interp(budget, marks, [0.0, *record["times"], record["s"]]))
 
@@ -344,10 +374,12 @@ def rows_of(name, source, records, tokenizers, configs, kind):
             samples=scores.shape[1], accuracy=float(scores.mean()), pass_at_k=float(scores.max(1).mean()),
             mean_tokens=float(n_tokens.mean()), p90_tokens=float(np.percentile(n_tokens, 90)), cut=float(cut.mean()),
             s_per_sample=float(seconds.mean()), tokens_per_s=float(n_tokens.sum() / max(seconds.sum(), 1e-9)),
-            cache_mb=float(np.mean(held)) / 1e6, difference=None, low=None, high=None))
+            cache_mb=float(np.mean(held)) / 1e6, against=None, difference=None, low=None, high=None))
+    first = baseline or next(iter(records)).kind()
     for row, (arm, budget) in zip(rows_, means, strict=True):
-        base = next((a for a in records if baseline == a.policy + f"@{a.weights}".rstrip("@") and a.window in (None, arm.window)), arm)
+        base = next((a for a in records if a.kind() == first and (a.window in (None, arm.window) or arm.window is None)), arm)
         if base != arm:
+            row["against"] = str(base)
             row["difference"], row["low"], row["high"] = paired(means[arm, budget], means[base, budget])
     return rows_
 
@@ -360,10 +392,10 @@ def draw(arm, name, source, todo, model, tokenizer, file, done):
 
     def complete(record):
         tokens = record["tokens"][:-1] if record["finish_reason"] == "stop" else record["tokens"]
-        text = tokenizer.decode(tokens)
+        text = text_of(tokens, prompts[record["problem"]], tokenizer)
         record["score"] = float(source.score(problems[record["problem"]], text, tokens, record["finish_reason"]))
-        record["text"] = text
-        file.write(json.dumps(record) + "\n")
+        record |= dict(mark=mark_of(problems[record["problem"]]), text=text)
+        file.write(json.dumps(record).encode() + b"\n")
         file.flush()
         done[name, str(arm), record["problem"], record["sample"]] = compact(record)
 
@@ -373,48 +405,63 @@ def draw(arm, name, source, todo, model, tokenizer, file, done):
 
 
 def write_results(out, table, records):
-    """table.csv, the picture, and for each arm and task the share of right samples of each problem, which train_rl.py can filter by."""
+    """The table, on the terminal too, the picture, and for each arm and task the share of right samples of each problem, by which
+    train_rl.py can choose problems."""
     with replacing(out / "table.csv") as path, open(path, "w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, list(table[0]))
         writer.writeheader()
         writer.writerows(table)
+    hidden = {"policy", "window", "prefix", "samples"}
+    hidden |= {key for key in ("task", "budget", "problems") if len({row[key] for row in table}) == 1}
+    print(f"{samples_per_problem} samples of each problem; differences are from the arm in `against`, with 95 % intervals")
+    print_table([{key: value for key, value in rounded(**row).items() if key not in hidden} for row in table])
     vars(figures).update(data=str(out / "table.csv"), out=str(out / "accuracy.png"))
     figures.accuracy()
     (out / "pass_rates").mkdir(exist_ok=True)
+    names = list(dict.fromkeys(name for name, _ in records))
     for (name, arm), problems in records.items():
         rates = {i: sum(r["score"] for r in samples) / len(samples) for i, samples in problems.items()}
-        with replacing(out / "pass_rates" / re.sub(r"[^\w.@=+-]+", "_", f"{arm} {name}.json")) as path:
+        number = f"{names.index(name)}-" if len(names) > 1 else ""
+        with replacing(out / "pass_rates" / f"{number}{re.sub(r'[^a-zA-Z0-9_.@=+-]+', '_', str(arm))}.json") as path:
             path.write_text(json.dumps(dict(task=name, seed=seed, held_out=held_out, rates=rates)) + "\n", encoding="utf-8")
-    print(f"{samples_per_problem} samples of each of {table[0]['problems']} problems; differences from {baseline} with 95 % intervals")
-    hidden = {"policy", "window", "prefix", "problems", "samples"}
-    hidden |= {key for key in ("task", "budget") if len({row[key] for row in table}) == 1}
-    print_table([{key: value for key, value in rounded(**row).items() if key not in hidden} for row in table])
 
 
 def main():
     least = dict(n_problems=1, samples_per_problem=1, max_new_tokens=1, min_new_tokens=0, answer_tokens=1, summary_tokens=1, carry_first=0,
                  carry_last=0)
     require(globals(), *((key, globals()[key] >= n, f"at least {n}") for key, n in least.items()),
-            ("baseline", baseline.partition("@")[0] in (*POLICIES, *RESTARTS), "a policy or policy@name"),
-            ("summary_form", summary_form.count("{}") == 1, "a text with {} in it"),
+            ("summary_form", summary_form.count("{}") == 1, "a text with {} in it"), ("seed", abs(seed) < 2**63, "of 64 bits"),
             ("windows", bool(several(windows)) and all(type(w) is int and w >= 1 for w in several(windows)), "whole numbers of at least 1"),
             ("budgets", all(type(b) is int and 0 < b <= max_new_tokens for b in several(budgets)), f"from 1 to {max_new_tokens}"),
+            ("models", all(isinstance(folder, str) for folder in models.values()), "names and their folders"),
             ("task", bool(task) and all(isinstance(name, str) for name in task), "a name or a list of names"))
     sources = {name: load_task(name, seed, held_out) for name in ([task] if isinstance(task, str) else task)}
     numbers = {name: range(min(n_problems, source.size or n_problems)) for name, source in sources.items()}
     ways, (where, kind) = arms(), device_and_dtype(device, dtype)
     folders = {arm.weights: models[arm.weights] if arm.weights else init_from for arm in ways}
-    configs = {w: GPTConfig.from_hf(read_json(local_folder(f, ["config.json"]) / "config.json")) for w, f in folders.items()}
+    configs = {w: GPTConfig.from_hf(read_json(local_folder(f, MODEL_FILES) / "config.json")) for w, f in folders.items()}
     tokenizers = {w: load_tokenizer(folder) for w, folder in folders.items()}
+    for arm in ways:
+        if arm.policy in RESTARTS and (taken := room_taken(arm.policy, tokenizers[arm.weights])) >= arm.window:
+            raise ValueError(f"{arm}: what is carried into a context and said at its end takes {taken} of its {arm.window} tokens: a "
+                             f"larger window, or smaller {', '.join(OWN_KEYS[arm.policy])}")
     out = Path(out_dir)
     out.mkdir(parents=True, exist_ok=True)
-    same_evaluation(out)
-    done = read_samples(out / "samples.jsonl")
-    with open(out / "samples.jsonl", "a", encoding="utf-8") as file:
+    with open(out / "samples.jsonl", "ab+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"out_dir={out_dir!r} is in use by another eval.py: wait for it, or name another out_dir") from None
+        done = read_samples(file)
+        same_evaluation(out, done, ways, kind, folders)
         for weights in folders:
             model = None                                                              # frees the one before
             for arm, (name, source) in itertools.product([arm for arm in ways if arm.weights == weights], sources.items()):
-                todo = [(i, k) for i in numbers[name] for k in range(samples_per_problem) if (name, str(arm), i, k) not in done]
+                wanted = [(i, k) for i in numbers[name] for k in range(samples_per_problem)]
+                todo = [(i, k) for i, k in wanted if (name, str(arm), i, k) not in done]
+                for i, k in set(wanted) - set(todo):
+                    if done[name, str(arm), i, k]["mark"] != mark_of(source.problem(i)):
+                        raise ValueError(f"out_dir={out_dir!r} holds samples of another problem {i} of task={name!r}: name another out_dir")
                 if todo:
                     print(f"{arm} on {name}: {len(todo)} samples", file=sys.stderr, flush=True)
                     model = model or GPT.from_pretrained(folders[weights], dtype=kind, device=where)

@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from attn_kernel import decode_attention, prefix_sliding_attention, wide
-from checkpoint import local_folder, read_json, read_weights, replacing
+from checkpoint import MODEL_FILES, local_folder, read_json, read_weights, replacing
 from sliding_cache import layer_windows
 
 FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -344,7 +344,7 @@ class GPT(nn.Module):
         """A model from a Hugging Face folder (config.json and one or more .safetensors) or a hub name such as "Qwen/Qwen3-1.7B".
 
         Every tensor must be there, in its shape, and be used: FileNotFoundError and ValueError name what is not."""
-        folder = local_folder(path_or_hub_name, ["config.json", "*.safetensors", "*.safetensors.index.json"])
+        folder = local_folder(path_or_hub_name, MODEL_FILES)
         config = GPTConfig.from_hf(read_json(folder / "config.json"), folder / "config.json")
         with torch.device("meta"):
             model = cls(config)

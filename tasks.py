@@ -162,15 +162,18 @@ def between(source, path, min_pass, max_pass):
     return replace(source, name=name, problem=lambda i: source.problem(numbers[i]), size=len(numbers))
 
 
-OPEN = re.compile(r"\b(prove|show\s+that|explain|how\s+(would|could|can|should|might|do|does|did|is|are|was|were|will))\b", re.IGNORECASE)
-ITEM = r"(?<!\S)\({0}\)\s+[\w$\\]|(?:^|[.?!:;]\s|\n)\s*{0}\)\s"  # "(a) Find", or "a) Find" where a sentence begins: not f(a), (0, a)
+OPEN = re.compile(r"\b(prove|write\s+a\s+proof|(show|demonstrate)\s+that|justify|explain|"
+                  r"how\s+(would|could|can|should|might|do|does|did|is|are|was|were|will))\b", re.IGNORECASE)
+# "(a) Find", or "a) Find" where a sentence begins: not f(a), (0, a)
+ITEM = r"(?<!\S)(?:\*\*)?\({0}\)(?:\*\*)?\s+[\w$\\]|(?:^|[.?!:;]\s|\n)\s*{0}\)\s"
 
 
 def verifiable(question):
     """Whether a short answer to a question (a text) can be checked: it asks for no proof or explanation, and for one thing, not for
     (a) and (b). The paper drops questions with "How", too; here "how many", "how far" and their like stay, as their answers are numbers,
     and so does "how to", which is often part of a story."""
-    return not OPEN.search(question) and not all(re.search(ITEM.format(letter), question) for letter in "ab")
+    parts = (all(re.search(ITEM.format(number), question) for number in first_two) for first_two in (("a", "b"), ("i", "ii")))
+    return not OPEN.search(question) and not any(parts)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -213,8 +216,18 @@ def check_reward(reward, length_targets=()):
 
 def prompt_ids(problem, tokenizer, system="", template_args=None):
     """The prompt as the chat template of a model renders it, with a system message unless that is empty."""
+    if not all(isinstance(key, str) and key != "messages" for key in template_args or {}):
+        raise ValueError(f"template_args={template_args!r}: its keys are names of variables of the chat template, messages apart")
     messages = [{"role": "system", "content": system}] * bool(system) + [{"role": "user", "content": problem.prompt}]
     return tokenizer.encode_chat(messages, **(template_args or {}))
+
+
+def text_of(tokens, prompt, tokenizer):
+    """The text of a completion as scorers get it: with the <think> that the prompt ends inside of, if it does, so that an answer in
+    thinking that was cut off counts for no more than where the model itself wrote <think>."""
+    think, end_think = tokenizer.token_id("<think>"), tokenizer.token_id("</think>")
+    last = next((t for t in reversed(prompt) if t in (think, end_think)), None)
+    return "<think>" * (last is not None and last == think) + tokenizer.decode(tokens)
 
 
 def ask_for_length(problem, targets, n, seed):

@@ -99,7 +99,7 @@ from checkpoint import local_folder
 from engine import Completion, generate
 from model import GPT, device_and_dtype
 from sliding_cache import SlidingCache, free_bytes, layer_windows, mix, peak_bytes, row_bytes
-from tasks import ask_for_length, between, check_reward, load_task, prompt_ids, reward_parts
+from tasks import ask_for_length, between, check_reward, load_task, prompt_ids, reward_parts, text_of
 from tokenizer import TOKENIZER_FILES, load_tokenizer
 
 CARRY_CHUNK = 1024  # tokens that run through the model at once on the way to the context
@@ -181,7 +181,7 @@ def rollout(model, tokenizer, source, numbers, step=0):
         group = [Episode(**vars(c), problem=n, step=step) for c in done[i * group_size:(i + 1) * group_size]]
         for e in group:
             tokens = e.tokens[:-1] if e.finish_reason == "stop" else e.tokens
-            text = tokenizer.decode(tokens)
+            text = text_of(tokens, e.prompt, tokenizer)
             e.correct = float(source.score(problem, text, tokens, e.finish_reason))
             parts = reward_parts(problem, text, len(e.tokens), e.correct, max_new_tokens, overlong_margin)
             e.reward = sum(weight * parts[name] for name, weight in reward.items())
@@ -390,8 +390,9 @@ def evaluate(model, tokenizer, longer, heat, rank=0, world=1):
                     top_p=1.0, stop_ids=tokenizer.eos_ids, n_vocab=tokenizer.n_vocab, rows=rows,
                     seed=[sample_seed(-1 - n) for n in numbers])
     finished = [c.finish_reason == "stop" for c in done]
-    right = [float(source.score(p, tokenizer.decode(c.tokens[:len(c.tokens) - f]), c.tokens[:len(c.tokens) - f], c.finish_reason))
-             for p, c, f in zip(problems, done, finished, strict=True)]
+    said = [c.tokens[:len(c.tokens) - f] for c, f in zip(done, finished, strict=True)]
+    right = [float(source.score(p, text_of(tokens, c.prompt, tokenizer), tokens, c.finish_reason))
+             for p, c, tokens in zip(problems, done, said, strict=True)]
     n, *sums = training.all_reduce([len(done), sum(right), sum(len(c.tokens) for c in done), sum(finished)])
     return dict(zip(("solved", "length", "finished"), (x / max(n, 1) for x in sums), strict=True))
 

@@ -4,7 +4,7 @@
 #     python eval.py config/eval_qwen3_1p7b.py --task=jsonl:data/gpqa/gpqa.jsonl --n_problems=198 --out_dir=out-eval-gpqa
 #     python eval.py config/eval_qwen3_1p7b.py --task=jsonl:data/math500/math500.jsonl --n_problems=500 --out_dir=out-eval-math500
 # Hardware: one GPU of 80 GB: 115 KB of cache per token and row, so a full-attention sample of 131,072 tokens takes 15 GB.
-# Time: 240 samples of 20,000 to 50,000 tokens in the mean for each of 16 arms (paper, Table 1), about 100 million tokens: 15 hours at
+# Time: 240 samples of 20,000 to 50,000 tokens in the mean for each of 15 arms (paper, Table 1), about 100 million tokens: 15 hours at
 # 2,000 tokens/s, a rate that is a guess. A killed evaluation goes on.
 # Expected (paper, avg@64, up to 524,288 tokens): full 34.2, W = 2,048 27.7, 4,096 33.9, 8,192 35.8.
 init_from = "Qwen/Qwen3-1.7B"

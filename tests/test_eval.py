@@ -81,6 +81,7 @@ def test_a_killed_evaluation_gives_the_same_table(untrained, tmp_path):
     assert samples.read_bytes() == before and time.time() - began < 60
     assert {row["budget"] for row in other["table"]} == {20, 60}
     assert [row["difference"] is None for row in other["table"] if row["policy"] == "sliding"] == [True, True]
+    assert {row["against"] for row in other["table"] if row["policy"] != "sliding"} == {"sliding W=12"}
     # more problems keep what there is; another temperature would mix two distributions
     more = result(*again, "--n_problems=4")
     assert samples.read_bytes().startswith(before) and {row["problems"] for row in more["table"]} == {4}
@@ -132,8 +133,8 @@ def test_a_misspelt_key_is_named(untrained, tmp_path):
     (dict(policies="full@other"), "'full@other' needs models={'other': a folder with weights}"),
     (dict(policies="full,full"), "the same twice"), (dict(prefixes="half"), "not 'half'"), (dict(windows=0), "windows=0"),
     (dict(windows=()), r"windows=\(\)"), (dict(budgets=(10, 100)), "from 1 to 60"), (dict(n_problems=0), "n_problems=0: must be at"),
-    (dict(policies="last_k", carry_last=12), "leave no room in 12 tokens"), (dict(policies="full_stop", answer_tokens=12), "leave no room"),
-    (dict(policies="summary", summary_tokens=11), "leave no room"), (dict(summary_form="x"), "a text with {} in it"),
+    (dict(policies="last_k", carry_last=12), "takes 12 of its 12 tokens"), (dict(policies="full_stop", answer_tokens=12), "of its 12"),
+    (dict(policies="summary", summary_tokens=11), "of its 12 tokens"), (dict(summary_form="x"), "a text with {} in it"),
     (dict(baseline="ful"), "baseline='ful'"), (dict(task=[]), r"task=\[\]"), (dict(init_from="nowhere"), "nowhere"),
     (dict(top_p=0.0), "top_p=0"), (dict(rows=0), "rows=0"),
 ])
@@ -295,7 +296,7 @@ def test_budgets_are_applied_afterwards():
     task = load_task("passes:4-4")
     problem = task.problem(0)
     text = " 00 00 03 A answer B"
-    tokenizer = SimpleNamespace(decode=lambda ids: "".join(ids))
+    tokenizer = SimpleNamespace(decode=lambda ids: "".join(ids), encode_chat=lambda messages: [1], token_id=lambda text: None)
     source = SimpleNamespace(problem=lambda i: problem, score=lambda p, text, ids, reason: float(text == " 00 00" and reason == "length"))
     record = dict(problem=0, n_tokens=7, finish_reason="stop", score=1.0, s=9.0, every=2, times=[1.0, 3.0, 6.0],
                   tokens=[" 00", " 00", " 03", " A", " answer", " B", "end"], text=text)
@@ -350,7 +351,8 @@ def test_a_difference_is_paired_with_the_baseline_of_the_same_window(configure):
                          prompt_tokens=3, prefix_tokens=3)] for i in range(3)}
     records = {arm: samples(k / 100) for k, arm in enumerate(arms)}
     rows = evaluation.rows_of("x", None, records, {"": None}, {"": GPTConfig()}, torch.float32)
-    assert [row["difference"] and round(row["difference"], 6) for row in rows] == [None, -0.01, None, -0.01, None]
+    assert [row["difference"] and round(row["difference"], 6) for row in rows] == [-0.02, -0.01, None, -0.01, None]
+    assert [row["against"] for row in rows] == ["sliding W=4", "sliding W=4", None, "sliding W=8", None]
     configure(baseline="full")
     rows = evaluation.rows_of("x", None, records, {"": None}, {"": GPTConfig()}, torch.float32)
     assert [row["difference"] and round(row["difference"], 6) for row in rows] == [None, 0.01, 0.02, 0.03, 0.04]
@@ -358,7 +360,10 @@ def test_a_difference_is_paired_with_the_baseline_of_the_same_window(configure):
 
 
 def test_what_is_no_file_of_samples(tmp_path):
-    (tmp_path / "samples.jsonl").write_text('{"task": 1}\n', encoding="utf-8")
-    with pytest.raises(ValueError, match="line 1: not a sample of eval.py"):
-        evaluation.read_samples(tmp_path / "samples.jsonl")
-    assert evaluation.read_samples(tmp_path / "nothing.jsonl") == {}
+    path = tmp_path / "samples.jsonl"
+    path.write_bytes(b'{"task": 1}\n{"task"')
+    with open(path, "ab+") as file, pytest.raises(ValueError, match="line 1: not a sample of eval.py"):
+        evaluation.read_samples(file)
+    assert path.read_bytes() == b'{"task": 1}\n'
+    with open(tmp_path / "nothing.jsonl", "ab+") as file:
+        assert evaluation.read_samples(file) == {}

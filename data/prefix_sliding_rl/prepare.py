@@ -7,8 +7,8 @@ Makes prefix_sliding_rl.jsonl: the problems that the paper trains on (prefixslid
     python train_rl.py config/rl_qwen3_1p7b_80gb.py --task=jsonl:data/prefix_sliding_rl/prefix_sliding_rl.jsonl
 
 Questions are looked for in the columns question, problem and prompt: a text, or a list of chat messages of which the user's is taken.
-Answers in answer, ground_truth, final_answer and solution; of a worked text, what its \boxed{} holds. Left out are rows whose question
-or answer is empty and those that ask for a proof, an explanation or several things (tasks.verifiable). How hard the problems are for
+Answers in answer, ground_truth, final_answer and solution; of a worked text, what its \boxed{} holds. Left out are rows without
+question or answer, and those that ask for a proof, an explanation or several things (tasks.verifiable). How hard the problems are for
 a model is not seen here: see tasks.between and the key pass_rates of train_rl.py.
 """
 import sys
@@ -33,7 +33,7 @@ def lines(rows):
             except (KeyError, TypeError):
                 raise ValueError(f'not a list of {{"role": ..., "content": a text}}: {question!r:.80}') from None
         if isinstance(answer, str):
-            answer = find_answer(answer) or answer
+            answer = find_answer(answer) or (answer if len(answer) < 100 and "\n" not in answer else None)       # else a worked text
         if question and answer is not None and verifiable(str(question)):
             out.append(dict(question=question, answer=answer))
     return out
