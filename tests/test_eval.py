@@ -1,6 +1,8 @@
 """eval.py: the same prompts and streams for all, the restarts by hand, budgets afterwards, and that a kill changes nothing."""
 import csv
+import fcntl
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,6 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from conftest import ROOT
 from hypothesis import given, strategies as st
 
@@ -17,7 +20,7 @@ from engine import POLICIES, generate
 from eval import Arm, Recorder
 from model import GPT, GPTConfig
 from sliding_cache import SlidingCache
-from tasks import Problem, load_task, prompt_ids, write_passes_tokenizer
+from tasks import Problem, between, load_task, prompt_ids, write_passes_tokenizer
 from tokenizer import load_tokenizer
 
 EVERYTHING = "prefix_sliding,full,sliding,streaming,random,full_stop,last_k,summary"
@@ -46,6 +49,13 @@ def result(*args):
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     return json.loads(out.splitlines()[-1])
+
+
+def lines(out, *args):
+    """{(arm, problem, sample): line} of an evaluation into `out`."""
+    result(*args, f"--out_dir={out}")
+    found = map(json.loads, (out / "samples.jsonl").read_text(encoding="utf-8").splitlines())
+    return {(r["arm"], r["problem"], r["sample"]): r for r in found}
 
 
 def without_times(table):
@@ -100,6 +110,100 @@ def test_trained_and_tested_under_different_attention(untrained, tmp_path):
         assert (b["difference"], b["low"], b["high"]) == (0, 0, 0) and a["difference"] is None
         assert a["mean_tokens"] == b["mean_tokens"] and a["accuracy"] == b["accuracy"]
     assert ("sliding@twin W=12", 60) in rows
+    shutil.copytree(untrained, tmp_path / "other")
+    torch.manual_seed(1)
+    GPT(GPT.from_pretrained(untrained).config).save_pretrained(tmp_path / "other")
+    both = lines(tmp_path / "both", *COMMAND, f"--init_from={untrained}", "--policies=full,full@other", "--baseline=full",
+                 f"--models={{'other': '{tmp_path / 'other'}'}}")
+    alone = lines(tmp_path / "alone", *COMMAND, f"--init_from={tmp_path / 'other'}", "--policies=full", "--baseline=")
+    for key, record in alone.items():
+        assert both["full@other", *key[1:]]["tokens"] == record["tokens"]
+    assert any(both["full", *key[1:]]["tokens"] != record["tokens"] for key, record in alone.items())
+
+
+SCORER = """
+def problem(i, seed):
+    return f"Passes AB BA from 00 00 0{i} A", seed
+
+def score(problem, text, tokens, finish_reason):          # what a scorer is told shows in the score
+    return (len(tokens) % 7 + 8 * (finish_reason == "stop")) / 16
+"""
+
+
+def test_what_the_scorer_is_told_and_what_the_table_makes_of_it(untrained, tmp_path):
+    """Means, pass@k, cuts and pass rates against the lines of the file; the same streams for policies that see the same."""
+    (tmp_path / "scorer.py").write_text(SCORER + "size = 7\n", encoding="utf-8")
+    keys = [f"--task=py:{tmp_path / 'scorer.py'}", f"--init_from={untrained}", "--policies=full,prefix_sliding", "--windows=99",
+            "--rope=continue", "--held_out=False", "--samples_per_problem=3", "--n_problems=99", "--baseline=full", "--seed=3"]
+    found = lines(tmp_path / "out", *COMMAND, *keys)
+    assert len(found) == 2 * 6 * 3                                                    # of seven problems, six are not held out
+    for (_, i, k), r in found.items():
+        stopped = r["finish_reason"] == "stop"
+        assert r["score"] == ((r["n_tokens"] - stopped) % 7 + 8 * stopped) / 16       # the end token is not shown
+        assert r["tokens"] == found["full", i, k]["tokens"] and len(r["tokens"]) == r["n_tokens"] and len(r["times"]) == r["n_tokens"]
+    table = result(*COMMAND, *keys, f"--out_dir={tmp_path / 'out'}")["table"]
+    for row in table:
+        b = row["budget"]
+        groups = [[found[row["arm"], i, k] for k in range(3)] for i in range(6)]
+        scores = [[r["score"] if r["n_tokens"] <= b else b % 7 / 16 for r in group] for group in groups]
+        tokens = [min(r["n_tokens"], b) for group in groups for r in group]
+        assert abs(row["accuracy"] - np.mean(scores)) < 1e-9 and abs(row["pass_at_k"] - np.mean([max(s) for s in scores])) < 1e-9
+        assert row["accuracy"] < row["pass_at_k"] and row["mean_tokens"] == np.mean(tokens)
+        assert row["p90_tokens"] == np.percentile(tokens, 90) and row["tokens_per_s"] > 0
+        assert abs(row["cut"] - np.mean([r["n_tokens"] > b or r["finish_reason"] == "length" for g in groups for r in g])) < 1e-9
+    source = load_task(keys[0][7:], 3, False)
+    rates = json.loads((tmp_path / "out" / "pass_rates" / "full.json").read_text(encoding="utf-8"))["rates"]
+    assert rates == {str(i): sum(found["full", i, k]["score"] for k in range(3)) / 3 for i in range(6)}
+    easy = between(source, tmp_path / "out" / "pass_rates" / "full.json", sorted(rates.values())[3], 1)
+    assert easy.size == sum(rate >= sorted(rates.values())[3] for rate in rates.values())
+    tokenizer = load_tokenizer(untrained)
+    assert found["full", 2, 0]["prompt_tokens"] == len(prompt_ids(source.problem(2), tokenizer))
+    # other problems under the same name, and other weights under the same name, are refused
+    again = [*COMMAND, *keys, f"--out_dir={tmp_path / 'out'}"]
+    (tmp_path / "scorer.py").write_text((SCORER + "size = 7\n").replace("BA from", "BA  from"), encoding="utf-8")
+    assert "holds samples of another problem 0" in refused(*again)
+    (tmp_path / "scorer.py").write_text(SCORER + "size = 7\n", encoding="utf-8")
+    shutil.copytree(untrained, tmp_path / "other")
+    torch.manual_seed(1)
+    GPT(GPT.from_pretrained(untrained).config).save_pretrained(tmp_path / "other")
+    assert "holds samples of other weights" in refused(*again, f"--init_from={tmp_path / 'other'}")
+
+
+def refused(*args):
+    process = start(*args)
+    err = process.communicate(timeout=300)[1]
+    assert process.returncode == 2, err
+    return err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("key, value", [
+    ("seed", 2), ("rope", "continue"), ("max_new_tokens", 59), ("min_new_tokens", 3), ("top_p", 0.9), ("held_out", True), ("system", "x"),
+    ("carry_last", 3), ("summary_tokens", 3), ("cue", " from"), ("template_args", {"a": 1})])
+def test_samples_that_were_drawn_otherwise_are_not_mixed(tmp_path, configure, monkeypatch, untrained, key, value):
+    arms, folders = [], {"": str(untrained)}
+    configure(rope="reset", max_new_tokens=60, carry_last=4, summary_tokens=4, cue=" answer", out_dir=str(tmp_path))
+    policies = [] if key in ("cue", "carry_last", "summary_tokens") else ["full"]
+    done = {("t", f"{policy} W=3", 0, 0): {} for policy in (*policies, "full_stop", "last_k@x", "summary")}
+    evaluation.same_evaluation(tmp_path, done, arms, torch.float32, folders)
+    evaluation.same_evaluation(tmp_path, done, arms, torch.float32, folders)
+    configure(n_problems=5, policies="full", budgets=(3,))
+    evaluation.same_evaluation(tmp_path, done, arms, torch.float32, folders)          # how many, and how to look at them
+    with pytest.raises(ValueError, match="holds samples with dtype='float32', not 'bfloat16'"):
+        evaluation.same_evaluation(tmp_path, done, arms, torch.bfloat16, folders)
+    configure(**{key: value})
+    with pytest.raises(ValueError, match=f"holds samples with {key}="):
+        evaluation.same_evaluation(tmp_path, done, arms, torch.float32, folders)
+    evaluation.same_evaluation(tmp_path, {}, arms, torch.float32, folders)            # an empty folder takes anything
+    if not policies:                                                                  # keys of a policy without samples are free
+        configure(**{key: "5" if key == "cue" else 5})
+        evaluation.same_evaluation(tmp_path, {("t", "full", 0, 0): {}}, arms, torch.float32, folders)
+
+
+def test_one_process_per_folder(untrained, tmp_path):
+    (tmp_path / "out").mkdir()
+    with open(tmp_path / "out" / "samples.jsonl", "ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert "is in use by another eval.py" in refused(*COMMAND, f"--init_from={untrained}", f"--out_dir={tmp_path / 'out'}")
 
 
 @pytest.mark.parametrize("config", sorted(p.stem for p in (ROOT / "config").glob("eval_*.py")))
@@ -180,6 +284,35 @@ def test_all_policies_draw_from_the_same_streams(passes, configure, rows):
         assert [(r["tokens"], r["finish_reason"]) for r in got] == [(c.tokens, c.finish_reason) for c in want], policy
 
 
+@pytest.mark.parametrize("policy, how", [
+    ("prefix_sliding", dict(prefix_len=[4] * 6, window=12, rope="reset")), ("full", dict(window=None)),
+    ("sliding", dict(prefix_len=0, window=12, rope="reset")), ("streaming", dict(prefix_len=4, window=12, rope="reset")),
+    ("random", dict(prefix_len=[4] * 6, window=12, rope="reset", evict="random"))])
+def test_each_policy_is_a_call_of_the_engine(passes, configure, policy, how):
+    """With a window that fills, and with a least length."""
+    configure(min_new_tokens=30)
+    done = {}
+    record = Recorder([dict(i=i) for i in range(6)], lambda r: done.update({r["i"]: r}), passes.tokenizer.eos_ids)
+    evaluation.sample(Arm(policy, "", None if policy == "full" else 12, "4"), passes.model, passes.tokenizer, passes.prompts, [4] * 6,
+                      list(range(6)), record)
+    want = generate(passes.model, passes.prompts, 40, temperature=1.0, top_p=1.0, seed=range(6), min_new_tokens=30,
+                    stop_ids=passes.tokenizer.eos_ids, n_vocab=passes.tokenizer.n_vocab, **how)
+    assert [done[i]["tokens"] for i in range(6)] == [c.tokens for c in want] and min(len(c.tokens) for c in want) >= 30
+
+
+@pytest.mark.parametrize("policy", evaluation.RESTARTS)
+def test_a_restarted_sample_is_the_same_alone(passes, configure, policy):
+    """Contexts of others in the batch are no part of it, nor is how long they are (min_new_tokens)."""
+    configure(min_new_tokens=25, summary_form="{} 59")
+    together = tokens_of(Arm(policy, "", 16, "whole"), passes)
+    assert policy == "full_stop" or min(r["n_tokens"] for r in together) >= 25
+    for i in (1, 4):
+        alone, done = [passes.prompts[i]], []
+        record = Recorder([dict(i=i)], done.append, passes.tokenizer.eos_ids)
+        evaluation.sample(Arm(policy, "", 16, "whole"), passes.model, passes.tokenizer, alone, [len(alone[0])], [i], record)
+        assert done[0]["tokens"] == together[i]["tokens"]
+
+
 def fake(passes, monkeypatch, calls):
     """An engine that writes down its contexts and answers with 1, 2, 3, ... in each of them, or with what stands in calls.answers."""
     def generate(model, contexts, limits, *, window, seed, on_token=None, **how):
@@ -213,7 +346,7 @@ def test_summary_by_hand(passes, configure, monkeypatch):
     """P = 2, W = 12: room for a question of two tokens and a summary of three at the end of each context; the summary is not counted."""
     ids = passes.tokenizer.encode
     configure(max_new_tokens=10, summary_prompt=" 01 02", summary_tokens=3, summary_form=" 03{} 04", carry_last=4)
-    calls, written = [], ids(" 00 00 59 04")
+    calls, written = [], ids(" 00 59 04 03")                                          # goes on behind the closing tag
     record = fake(passes, monkeypatch, calls)
     plain = evaluation.generate
 
@@ -226,11 +359,11 @@ def test_summary_by_hand(passes, configure, monkeypatch):
     monkeypatch.setattr(evaluation, "generate", generate)
     evaluation.sample(Arm("summary", "", 12, "whole"), None, passes.tokenizer, [[50, 51]], [2], [9], record)
     *turns, done = calls
-    ask, carried = ids(" 01 02"), ids(" 03") + ids(" 00 00 59") + ids(" 04")
+    ask, carried = ids(" 01 02"), ids(" 03") + ids(" 00 59 ") + ids(" 04")
     new = list(range(1, 8))
     assert turns[0][:2] == ([[50, 51]], [7])                                          # 12 - 2 - 3
     assert turns[1][:2] == ([[50, 51, *new, *ask]], [3])
-    assert turns[2][0] == [[50, 51, *carried]] and turns[2][1] == [2]                 # 7 + 2: the first 3 fit, 10 - 7 = 3 are left
+    assert turns[2][:2] == ([[50, 51, *carried]], [2])                                # 10 - 7 are left, and 12 - 2 - 3 - 5 fit
     assert done["n_tokens"] == 10
 
 
@@ -257,6 +390,11 @@ def test_the_summary_stands_before_the_thinking(configure, monkeypatch):
     record = fake(SimpleNamespace(tokenizer=tokenizer), monkeypatch, calls)
     evaluation.sample(Arm("full_stop", "", 10, "whole"), None, tokenizer, [[5, 6, 7, 10]], [4], [9], record)
     assert calls[1][0] == [[5, 6, 7, 10, 1, 2, 3, 4, 5, 8, 30, 31]]                    # 10 - 1 - 2 - 2 tokens of thinking
+    for prompt, window in (([5, 6, 7, 8], 10), ([5, 6, 7, 10], 14)):                  # it is over in the prompt, or came (8) by itself
+        calls.clear()
+        record = fake(SimpleNamespace(tokenizer=tokenizer), monkeypatch, calls)
+        evaluation.sample(Arm("full_stop", "", window, "whole"), None, tokenizer, [prompt], [4], [9], record)
+        assert calls[1][0] == [[*prompt, *range(1, window - 4), 30, 31]]
 
 
 def test_prefixes(smollm2, configure):
@@ -332,7 +470,6 @@ def test_the_interval_is_that_of_the_mean():
 @pytest.mark.parametrize("n_new", [3, 50])
 def test_cache_bytes(policy, n_new):
     """Against what a cache of that size really allocates."""
-    import torch
     config, W, n_prompt = GPTConfig(n_layer=2, windows=(None, 5)), 12, 17
     arm = Arm(policy, "", None if policy == "full" else W, "whole")
     got = evaluation.cache_bytes(arm, config, n_prompt, n_prompt, n_new, torch.float32)
@@ -342,7 +479,6 @@ def test_cache_bytes(policy, n_new):
 
 
 def test_a_difference_is_paired_with_the_baseline_of_the_same_window(configure):
-    import torch
     configure(budgets=(), max_new_tokens=10, baseline="sliding")
     arms = [Arm("full", "", None, "whole"), *(Arm(p, "", w, "whole") for w in (4, 8) for p in ("prefix_sliding", "sliding"))]
 
