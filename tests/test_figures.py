@@ -15,6 +15,7 @@ from util import tiny_gpt
 
 import figures
 from attn_kernel import visible
+from engine import generate
 from model import GPT
 from tokenizer import load_tokenizer
 
@@ -337,12 +338,18 @@ def test_figures_of_a_model(folder, keys, tmp_path, drawn):
     assert seen["reach_in_W"] == 2.5 and seen["kl_relative"]["3W"] == 0 < seen["kl_relative"]["1.5W"] and seen["places"] == 3
     assert [round(line.get_xdata()[0], 3) for line in drawn[-1].axes[0].lines[2:]] == [1, 1.5, 2.5]
     long = figures.longtext()["nats_per_token"]
-    assert len(long) == 5 and all(row["inside"] > 1 and row["beyond"] > 1 for row in long.values())
+    idx, model = torch.tensor([list((tmp_path / "text").read_bytes()[:200])]), GPT.from_pretrained(folder)
+    for name, (P, W, rope) in {"full": (8, None, "continue"), "sliding": (0, 6, "continue"), "streaming": (4, 6, "reset"),
+                               "prefix sliding, continue": (8, 6, "continue"), "prefix sliding, reset": (8, 6, "reset")}.items():
+        want = figures.nll(model, idx, P, W, rope)
+        line, = (line for line in drawn[-1].axes[0].lines if line.get_label() == name)
+        assert line.get_ydata() == pytest.approx([want.mean().item()], abs=1e-4)      # 199 values are one bin
+        assert long[name]["inside"] == pytest.approx(want[8 + 6 - 1:63].mean().item(), abs=1e-3)         # from a full window to max_len
+        assert long[name]["beyond"] == pytest.approx(want[63:].mean().item(), abs=1e-3)
     shares = figures.attention()["shares"]
     assert sum(shares.values()) == pytest.approx(1, abs=1e-3) and shares["between"] == 0 < shares["rest_of_prefix"]
     keys(window=None, recent=32)
-    idx = torch.tensor([list((tmp_path / "text").read_bytes()[:200])])
-    weights = figures.last_token_attention(GPT.from_pretrained(folder), idx, 8, None)
+    weights = figures.last_token_attention(model, idx, 8, None)
     assert figures.attention()["shares"]["between"] == pytest.approx(weights[8:168].sum().item(), abs=1e-4)
     keys(recent=1000)
     assert figures.attention()["shares"] == {
@@ -369,3 +376,14 @@ def test_bad_input_is_named(figure, changes, says, folder, keys):
     keys(init_from=folder, **changes)
     with pytest.raises(ValueError, match=says):
         getattr(figures, figure)()
+
+
+def test_a_sampled_trace_is_sampled_as_it_is_looked_at(folder, keys):
+    keys(init_from=folder, n_tokens=60, prefix_len=3, rope="reset")
+    model, tokenizer = figures.load()
+    idx, P = figures.trace(model, tokenizer, 60, 5, "abc")
+    prompt = tokenizer.encode_chat([{"role": "user", "content": "abc"}])
+    want, = generate(model, [prompt], 60, prefix_len=3, window=5, rope="reset", stop_ids=tokenizer.eos_ids, n_vocab=tokenizer.n_vocab)
+    assert P == 3 and idx[0].tolist()[:len(prompt) + 50] == (prompt + want.tokens)[:len(prompt) + 50]
+    other, = generate(model, [prompt], 60, window=5, stop_ids=tokenizer.eos_ids, n_vocab=tokenizer.n_vocab)
+    assert other.tokens != want.tokens
