@@ -17,13 +17,18 @@ policy@name samples from the weights models[name] instead of init_from: trained 
 Each sample is a line of out_dir/samples.jsonl as soon as it is complete. A killed evaluation goes on where it stopped, started again by the
 same command. The table is made from these lines, and the budgets are applied to them: a longer sample counts as cut, and is scored as it
 stands there. Differences are paired: by problem, against `baseline` under the same budget, with a bootstrap interval over the problems.
-Seconds of a sample are its shares of the decoding steps that it was in, so that they add up to the time of the whole.
+Seconds of a sample are its shares of the decoding steps that it was in, so that they add up to the time of the whole: they depend on how
+many samples ran beside it, and compare between arms that were sampled in one go with the same `rows`. Columns: pass_at_k, some sample of
+a problem is right; mean_tokens and p90_tokens, with the end token, without summaries; cut, the share that a budget has cut; cache_mb,
+keys and values that a sample holds at its end (restarts: in its largest context); difference, low, high: from the arm in `against`.
+A line of samples.jsonl: task, arm, problem and sample (numbers), question, answer, prompt_tokens, prefix_tokens, n_tokens, finish_reason,
+score, s, times (seconds after each `every` tokens), tokens, text.
 """
 init_from = "data/smollm2"        # a Hugging Face folder or a hub name
 models = {}                       # further weights for policy@name, such as {"full": "out-full/last"}
-out_dir = "out-eval"              # samples.jsonl, table.csv, accuracy.png, pass_rates/
-task: str | list = "reasoning_gym:chain_sum"  # passes:4-60 | reasoning_gym:<dataset> | jsonl:<path> | py:<file>; a list of them
-held_out: bool | None = None      # None: all problems | True: those that training does not see | False: the others
+out_dir = "out-eval"              # samples.jsonl, eval.json (how they were drawn), table.csv, accuracy.png, pass_rates/
+task: str | list = "reasoning_gym:chain_sum"  # passes:4-60 | reasoning_gym:<dataset> | jsonl:<path> | py:<file>; several: "['a', 'b']"
+held_out: bool | None = None      # True: problems that training does not see | False: the others, to rate them | None: all of a file
 n_problems = 30                   # of each task
 samples_per_problem = 8           # the k of avg@k and pass@k
 policies = "full,prefix_sliding"  # separated by commas: prefix_sliding | full | sliding | streaming | random | full_stop | last_k | summary
@@ -33,7 +38,7 @@ rope = "continue"                 # continue: absolute positions | reset: close 
 max_new_tokens = 32768            # most tokens per sample
 min_new_tokens = 0                # tokens before an end token may come
 budgets: tuple | int = ()         # tokens, up to max_new_tokens, which is always one of them
-baseline = ""                     # the policy, or policy@name, that the others are compared with; "" = the first one
+baseline = ""                     # what the others are compared with: a policy, policy@name or arm of the table; "" = the first policy
 system = ""                       # system message for the chat template, "" = none
 template_args = {}                # further arguments of the chat template, such as {"enable_thinking": True}
 temperature = 0.6                 # >= 0
@@ -111,8 +116,8 @@ def arms():
                 for prefix in (kept if policy in ("prefix_sliding", "random") else ["whole"])]
     if len(set(out)) < len(out):
         raise ValueError(f"policies={policies!r}, windows={windows}, prefixes={prefixes!r}: the same twice")
-    if baseline and baseline not in map(Arm.kind, out):
-        raise ValueError(f"baseline={baseline!r}: none of policies={policies!r}")
+    if baseline and baseline not in (*map(Arm.kind, out), *map(str, out)):
+        raise ValueError(f"baseline={baseline!r}: none of {', '.join(map(str, out))} (--baseline= takes the first)")
     return out
 
 
@@ -184,18 +189,18 @@ class Recorder:
             self.shown, tokens = now, sum(map(len, self.tokens))
             most = sum(max_new_tokens - len(t) for i, t in enumerate(self.tokens) if i not in self.reason)
             rate = tokens / (now - self.began)
-            print(f"  {self.written} of {len(self.tokens)} samples, {tokens:,} tokens, {rate:,.0f} tokens/s, at most "
+            print(f"  {self.written} of {len(self.tokens)} samples, {tokens:,} tokens, {rate:,.0f} tokens/s, for these at most "
                   f"{most / rate / 60:,.1f} min left", file=sys.stderr, flush=True)
 
 
-def sample(arm, model, tokenizer, prompts, kept, seeds, record):
-    """Sample a completion of each prompt under a policy; every token goes to record.token. kept: prefix lengths."""
+def sample(arm, model, tokenizer, prompts, kept, seeds, recorder):
+    """Sample a completion of each prompt under a policy; every token goes to recorder.token. kept: prefix lengths."""
     how = dict(temperature=temperature, top_p=top_p, min_new_tokens=min_new_tokens, stop_ids=tokenizer.eos_ids, n_vocab=tokenizer.n_vocab,
                rows=rows)
     if arm.policy in POLICIES:
-        generate(model, prompts, max_new_tokens, seed=seeds, on_token=record.token, **how,
+        generate(model, prompts, max_new_tokens, seed=seeds, on_token=recorder.token, **how,
                  **dict(window=arm.window, prefix_len=kept, rope=rope) | POLICIES[arm.policy])
-        record.close()
+        recorder.close()
         return
     turn = 0
 
@@ -203,47 +208,47 @@ def sample(arm, model, tokenizer, prompts, kept, seeds, record):
         """Go on from contexts, {sample: tokens}, to P + W - reserve tokens at most. -> {sample: new tokens} of those that did not finish.
         Each piece draws from a stream of its own, the first one from that of the other policies. hidden: no part of the sample."""
         nonlocal turn
-        index = [i for i in contexts if i not in record.reason]
+        index = [i for i in contexts if i not in recorder.reason]
         if not index:
             return {}
-        so_far = [0 if hidden else len(record.tokens[i]) for i in index]
+        so_far = [0 if hidden else len(recorder.tokens[i]) for i in index]
         room = [len(prompts[i]) + arm.window - reserve - len(contexts[i]) for i in index]
         done = generate(
             model, [contexts[i] for i in index], [min(r, limit, max_new_tokens - n) for r, n in zip(room, so_far, strict=True)],
             window=None, prefix_len=[len(prompts[i]) for i in index], seed=[hashed(seeds[i], turn) if turn else seeds[i] for i in index],
             **how | more | dict(min_new_tokens=[0 if hidden else max(min_new_tokens - n, 0) for n in so_far]),
-            on_token=None if hidden else lambda j, token: record.token(index[j], token))
+            on_token=None if hidden else lambda j, token: recorder.token(index[j], token))
         turn += 1
-        record.share(index) if hidden else record.close()
-        return {i: c.tokens for i, c in zip(index, done, strict=True) if i not in record.reason}
+        recorder.share(index) if hidden else recorder.close()
+        return {i: c.tokens for i, c in zip(index, done, strict=True) if i not in recorder.reason}
 
-    RESTARTS[arm.policy](prompts, tokenizer, record, piece)
-    record.close()
+    RESTARTS[arm.policy](prompts, tokenizer, recorder, piece)
+    recorder.close()
 
 
-def full_stop(prompts, tokenizer, record, piece):
+def full_stop(prompts, tokenizer, recorder, piece):
     """Full attention that has to answer when its context is full."""
     think, end_think, ask = tokenizer.token_id("<think>"), tokenizer.token_id("</think>"), tokenizer.encode(cue)
     left = piece(dict(enumerate(prompts)), room_taken("full_stop", tokenizer))
     for i, fresh in left.items():
         is_open = end_think is not None and Thinking(end_think, think).open_in(prompts[i] + fresh) and end_think not in fresh
         for token in [end_think] * is_open + ask:
-            record.token(i, token)
-    for i in piece({i: prompts[i] + record.tokens[i] for i in left}, limit=answer_tokens):
-        record.end(i, "length")
+            recorder.token(i, token)
+    for i in piece({i: prompts[i] + recorder.tokens[i] for i in left}, limit=answer_tokens):
+        recorder.end(i, "length")
 
 
-def last_k(prompts, tokenizer, record, piece):
+def last_k(prompts, tokenizer, recorder, piece):
     """Restarts with the last raw tokens; with the first ones too it is Delethink's carry-over (arXiv 2510.06557)."""
     contexts = dict(enumerate(prompts))
     while left := piece(contexts):
         contexts = {}
         for i in left:
-            first, rest = record.tokens[i][:carry_first], record.tokens[i][carry_first:]
+            first, rest = recorder.tokens[i][:carry_first], recorder.tokens[i][carry_first:]
             contexts[i] = prompts[i] + first + rest[max(len(rest) - carry_last, 0):]
 
 
-def summary(prompts, tokenizer, record, piece):
+def summary(prompts, tokenizer, recorder, piece):
     """Restarts with a summary by the same model. It costs time but counts for no tokens of the sample."""
     before, after = (tokenizer.encode(part) for part in summary_form.split("{}"))
     ask, think, end = tokenizer.encode(summary_prompt), tokenizer.token_id("<think>"), summary_form.split("{}")[1].strip()
@@ -301,19 +306,23 @@ def read_samples(file):
 
 def compact(record):
     """What the table needs of a sample: a list of tokens costs nine times as much memory as an array, and there may be 10^8 of them."""
-    return {key: value for key, value in record.items() if key != "text"} | dict(tokens=array("i", record["tokens"]))
+    kept = {key: value for key, value in record.items() if key not in ("text", "question", "answer")}
+    return kept | dict(tokens=array("i", record["tokens"]))
 
 
-def same_evaluation(out, done, ways, kind, folders):
-    """ValueError if out holds samples (done) that were drawn in another way, or by other weights, than the configuration says now. Keys
-    that only say which samples to draw and how to look at them may change, and those of policies that have no samples yet."""
+def keep_settings(out, done, ways, kind, folders):
+    """Write to eval.json how the samples are drawn, and by which weights. ValueError if those that there are (done) were drawn in another
+    way. Keys that only say which samples to draw and how to look at them may change, and those of policies that have no samples yet."""
+    path, asked = out / "eval.json", {arm.policy for arm in ways}
     drawn = {arm.partition("@")[0].partition(" ")[0] for _, arm, _, _ in done}
-    free = {"out_dir", "task", "n_problems", "samples_per_problem", "policies", "windows", "prefixes", "budgets", "baseline", "rows",
-            "models", "init_from", "device", "debug", *(key for policy in RESTARTS if policy not in drawn for key in OWN_KEYS[policy])}
-    path = out / "eval.json"
-    before = read_json(path) if done and path.exists() else {}
+    if done and not path.exists():
+        raise ValueError(f"out_dir={out_dir!r} holds samples, but no eval.json that says how they were drawn: name another out_dir")
+    before = read_json(path) if done else {}
     now = settings(globals()) | dict(dtype=str(kind)[6:]) | dict(
         weights=before.get("weights", {}) | {name: fingerprint(folder) for name, folder in folders.items()})
+    now |= {key: before[key] for policy in drawn & OWN_KEYS.keys() - asked for key in OWN_KEYS[policy]}
+    free = {"out_dir", "task", "n_problems", "samples_per_problem", "policies", "windows", "prefixes", "budgets", "baseline", "rows",
+            "models", "init_from", "device", "debug", *(key for policy in OWN_KEYS.keys() - drawn for key in OWN_KEYS[policy])}
     for name, mark in before.get("weights", {}).items():
         if now["weights"][name] != mark:
             raise ValueError(f"out_dir={out_dir!r} holds samples of other weights than {folders[name]!r}: name another out_dir")
@@ -360,10 +369,10 @@ def paired(a, b):
     return float(d.mean()), *map(float, np.percentile(means, (2.5, 97.5)))
 
 
-def rows_of(name, source, records, tokenizers, configs, kind):
+def task_table(name, source, records, tokenizers, configs, kind):
     """The rows of the table for one task: each arm under each budget. records: {arm: {problem: [its samples]}}."""
-    rows_, means, limits = [], {}, sorted({*several(budgets), max_new_tokens})
-    for arm, budget in itertools.product(records, limits):
+    out, means = [], {}
+    for arm, budget in itertools.product(records, sorted({*several(budgets), max_new_tokens})):
         samples = [r for group in records[arm].values() for r in group]
         ends = [at_budget(r, budget, source, tokenizers[arm.weights]) for r in samples]
         scores, n_tokens, cut, seconds = (np.array(x, dtype=float) for x in zip(*ends, strict=True))
@@ -371,19 +380,20 @@ def rows_of(name, source, records, tokenizers, configs, kind):
         means[arm, budget] = scores.mean(1)
         held = [cache_bytes(arm, configs[arm.weights], r["prompt_tokens"], r["prefix_tokens"], int(n), kind)
                 for r, n in zip(samples, n_tokens, strict=True)]
-        rows_.append(dict(
+        out.append(dict(
             task=name, arm=str(arm), policy=arm.policy, window=arm.window, prefix=arm.prefix, budget=budget, problems=len(scores),
             samples=scores.shape[1], accuracy=float(scores.mean()), pass_at_k=float(scores.max(1).mean()),
             mean_tokens=float(n_tokens.mean()), p90_tokens=float(np.percentile(n_tokens, 90)), cut=float(cut.mean()),
             s_per_sample=float(seconds.mean()), tokens_per_s=float(n_tokens.sum() / max(seconds.sum(), 1e-9)),
             cache_mb=float(np.mean(held)) / 1e6, against=None, difference=None, low=None, high=None))
     first = baseline or next(iter(records)).kind()
-    for row, (arm, budget) in zip(rows_, means, strict=True):
-        base = next((a for a in records if a.kind() == first and (a.window in (None, arm.window) or arm.window is None)), arm)
+    for row, (arm, budget) in zip(out, means, strict=True):
+        bases = [a for a in records if str(a) == first or a.kind() == first and (a.window in (None, arm.window) or arm.window is None)]
+        base = next((a for a in bases if str(a) == first), bases[0] if bases else arm)
         if base != arm:
             row["against"] = str(base)
             row["difference"], row["low"], row["high"] = paired(means[arm, budget], means[base, budget])
-    return rows_
+    return out
 
 
 def draw(arm, name, source, todo, model, tokenizer, file, done):
@@ -401,7 +411,8 @@ def draw(arm, name, source, todo, model, tokenizer, file, done):
         file.flush()
         done[name, str(arm), record["problem"], record["sample"]] = compact(record)
 
-    known = [dict(task=name, arm=str(arm), problem=i, sample=k, prompt_tokens=len(prompts[i]), prefix_tokens=kept[i]) for i, k in todo]
+    known = [dict(task=name, arm=str(arm), problem=i, sample=k, question=problems[i].prompt, answer=str(problems[i].answer),
+                  prompt_tokens=len(prompts[i]), prefix_tokens=kept[i]) for i, k in todo]
     sample(arm, model, tokenizer, [prompts[i] for i, _ in todo], [kept[i] for i, _ in todo], [hashed(seed, i, k) for i, k in todo],
            Recorder(known, complete, tokenizer.eos_ids))
 
@@ -417,8 +428,7 @@ def write_results(out, table, records):
     hidden |= {key for key in ("task", "budget", "problems") if len({row[key] for row in table}) == 1}
     print(f"{samples_per_problem} samples of each problem; differences are from the arm in `against`, with 95 % intervals")
     print_table([{key: value for key, value in rounded(**row).items() if key not in hidden} for row in table])
-    vars(figures).update(data=str(out / "table.csv"), out=str(out / "accuracy.png"))
-    figures.accuracy()
+    figures.accuracy(out / "table.csv", out / "accuracy.png")
     (out / "pass_rates").mkdir(exist_ok=True)
     names = list(dict.fromkeys(name for name, _ in records))
     for (name, arm), problems in records.items():
@@ -435,6 +445,7 @@ def main():
             ("summary_form", summary_form.count("{}") == 1, "a text with {} in it"), ("seed", abs(seed) < 2**63, "of 64 bits"),
             ("windows", bool(several(windows)) and all(type(w) is int and w >= 1 for w in several(windows)), "whole numbers of at least 1"),
             ("budgets", all(type(b) is int and 0 < b <= max_new_tokens for b in several(budgets)), f"from 1 to {max_new_tokens}"),
+            ("min_new_tokens", min_new_tokens <= max_new_tokens, f"at most max_new_tokens={max_new_tokens}"),
             ("models", all(isinstance(folder, str) for folder in models.values()), "names and their folders"),
             ("task", bool(task) and all(isinstance(name, str) for name in task), "a name or a list of names"))
     sources = {name: load_task(name, seed, held_out) for name in ([task] if isinstance(task, str) else task)}
@@ -455,7 +466,7 @@ def main():
         except BlockingIOError:
             raise ValueError(f"out_dir={out_dir!r} is in use by another eval.py: wait for it, or name another out_dir") from None
         done = read_samples(file)
-        same_evaluation(out, done, ways, kind, folders)
+        keep_settings(out, done, ways, kind, folders)
         for weights in folders:
             model = None                                                              # frees the one before
             for arm, (name, source) in itertools.product([arm for arm in ways if arm.weights == weights], sources.items()):
@@ -465,12 +476,12 @@ def main():
                     if done[name, str(arm), i, k]["mark"] != mark_of(source.problem(i)):
                         raise ValueError(f"out_dir={out_dir!r} holds samples of another problem {i} of task={name!r}: name another out_dir")
                 if todo:
-                    print(f"{arm} on {name}: {len(todo)} samples", file=sys.stderr, flush=True)
+                    print(f"{arm} ({ways.index(arm) + 1} of {len(ways)}) on {name}: {len(todo)} samples", file=sys.stderr, flush=True)
                     model = model or GPT.from_pretrained(folders[weights], dtype=kind, device=where)
                     draw(arm, name, source, todo, model, tokenizers[weights], file, done)
     records = {(name, arm): {i: [done[name, str(arm), i, k] for k in range(samples_per_problem)] for i in numbers[name]}
                for name in sources for arm in ways}
-    table = [row for name, source in sources.items() for row in rows_of(
+    table = [row for name, source in sources.items() for row in task_table(
         name, source, {arm: records[name, arm] for arm in ways}, tokenizers, configs, kind)]
     write_results(out, table, records)
     print(json.dumps(dict(out_dir=out_dir, table=table)))

@@ -8,7 +8,8 @@ Pictures of what was measured. The first argument says which:
     python figures.py mismatch --data=gap.txt                                        # after: python bench.py gap > gap.txt
     python figures.py attention                                                      # what the last token of a trace attends to
     python figures.py receptive --window=64                                          # how far back a changed token is felt
-    python figures.py receptive --init_from=out-rl-passes/last --window=12 --rope=reset --start="Passes CG AF KB DI EH from 10 00 A"
+    python figures.py receptive --init_from=out-demo-rl/seed1/rl/last --window=12 --rope=reset \\
+        --start="Passes CG AF KB DI EH FJ GK BD HC IA JE from 00 10 00 A"
     python figures.py longtext                                                       # far beyond the positions of the training
 
 The first four read what other scripts left behind, the others measure a model; each function says which figure of the paper
@@ -66,13 +67,11 @@ def panels(rows, columns, **options):
     return fig, axes
 
 
-def save(fig, figure):
+def save(fig, figure, to=None):
     """Write the picture and close it. -> where it is"""
     from matplotlib import pyplot as plt
 
-    path = out or f"{figure}.png"
-    if Path(path).suffix not in (".png", ".svg", ".pdf"):
-        raise ValueError(f"out={path!r}: a picture is a .png, .svg or .pdf")
+    path = str(to or out or f"{figure}.png")
     fig.savefig(path, metadata={"Date": None} if path.endswith(".svg") else None)
     plt.close(fig)
     return path
@@ -153,24 +152,25 @@ def curve():
     return dict(figure="curve", out=save(fig, "curve"), lines=lines)
 
 
-def accuracy():
+def accuracy(path=None, to=None):
     """Fig. 1 and 9 of the paper: accuracy against seconds per sample and against mean tokens, from the table.csv of eval.py. One line
     per arm (a policy with its window), one point per token budget. A table of several tasks: accuracy and seconds of each of them, under
-    the largest budget."""
+    the largest budget. path and to: the table and the picture, where they are not `data` and `out`."""
+    path = path or data
     arms, columns, tasks = {}, ("accuracy", "s_per_sample", "mean_tokens", "budget"), []
-    with open(data, encoding="utf-8", newline="") as file:
+    with open(path, encoding="utf-8", newline="") as file:
         reader = csv.DictReader(file, restval="missing")
         missing = [name for name in ("task", "arm", *columns) if name not in (reader.fieldnames or ())]
         if missing:
-            raise ValueError(f"{data} lacks the columns {', '.join(missing)}: it is no table.csv of eval.py")
+            raise ValueError(f"{path} lacks the columns {', '.join(missing)}: it is no table.csv of eval.py")
         for number, row in enumerate(reader, 2):
             try:
                 arms.setdefault(row["arm"], []).append({name: float(row[name]) for name in columns} | dict(task=row["task"]))
             except ValueError:
-                raise ValueError(f"{data}, line {number}: not a row of numbers") from None
+                raise ValueError(f"{path}, line {number}: not a row of numbers") from None
             tasks += [row["task"]] if row["task"] not in tasks else []
     if not arms:
-        raise ValueError(f"{data} has no rows")
+        raise ValueError(f"{path} has no rows")
     fig, axes = panels(1, 2, sharey=len(tasks) == 1)
     for number, (arm, points) in enumerate(arms.items()):
         style = dict(label=arm, color=f"C{number % 10}", linestyle="-" if number < 10 else "--", marker="os^v"[number // 10 % 4], alpha=0.8)
@@ -191,13 +191,13 @@ def accuracy():
         for ax in axes[0]:
             ax.set_xticks(range(len(tasks)), tasks, rotation=20)
     axes[0, 1].legend(fontsize="x-small", bbox_to_anchor=(1, 1), loc="upper left")
-    return dict(figure="accuracy", out=save(fig, "accuracy"), arms=arms)
+    return dict(figure="accuracy", out=save(fig, "accuracy", to), arms=arms)
 
 
 def times():
     """Fig. 10 of the paper: the time of a token along the trace, from the samples.jsonl of eval.py: the mean over the samples of an arm
     that got so far. Flat with a window, growing with full attention, a sawtooth where the context is restarted. The first value holds
-    the prefill."""
+    the prefill. Samples of different lengths blur it: those that go on share their steps among fewer (see config/eval_times.py)."""
     arms = {}                                                                         # name: (every, ms per token of each sample)
     with open(data, encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
@@ -275,7 +275,7 @@ def trace(model, tokenizer, n, window, prompt=""):
         if len(ids) < n:
             raise ValueError(f"n_tokens={n}: {text or 'the documentation of Python'} has only {len(ids)} tokens")
         ids = ids[:n]
-    return torch.tensor([ids], device=model.lm_head.weight.device), P if prefix_len is None else prefix_len
+    return torch.tensor([ids], device=model.lm_head.weight.device), min(P if prefix_len is None else prefix_len, len(ids))
 
 
 def python_docs():
@@ -338,7 +338,7 @@ def attention():
     cuts = [0, min(4, T), min(max(P, 4), T)]
     cuts += [max(cuts[-1], T - W), T]
     shares = {name: round(weights[a:b].sum().item(), 4)
-              for name, a, b in zip(("first_4", "rest_of_prefix", "between", "window"), cuts, cuts[1:], strict=False)}
+              for name, a, b in zip(("first_4", "rest_of_prefix", "between", "last"), cuts, cuts[1:], strict=False)}
     fig, axes = panels(1, 1)
     ax = axes[0, 0]
     seen = weights > 0
@@ -467,6 +467,8 @@ FIGURES = dict(curve=curve, accuracy=accuracy, times=times, mismatch=mismatch, a
 def main():
     if _what not in FIGURES:
         raise ValueError(f"the first argument names the figure, {' or '.join(FIGURES)}, not {_what!r}: python figures.py curve")
+    if Path(out or "x.png").suffix not in (".png", ".svg", ".pdf") or not Path(out).parent.is_dir():
+        raise ValueError(f"out={out!r}: a .png, .svg or .pdf in a folder that is there")
     if _what in ("accuracy", "times", "mismatch") and not data:
         raise ValueError(f"{_what} reads a file of another script: --data=FILE")
     print(json.dumps(FIGURES[_what]()))

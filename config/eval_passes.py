@@ -11,4 +11,4 @@ baseline = "full@full"
 windows, rope = 12, "reset"
 max_new_tokens = 1100
 cue, answer_tokens = " answer", 2
-carry_last = 4                                     # one step of a trace, all that the next one needs
+carry_last = 8                                     # two steps of a trace; 4 fail wherever a restart falls just before the answer

@@ -180,23 +180,29 @@ def refused(*args):
     ("seed", 2), ("rope", "continue"), ("max_new_tokens", 59), ("min_new_tokens", 3), ("top_p", 0.9), ("held_out", True), ("system", "x"),
     ("carry_last", 3), ("summary_tokens", 3), ("cue", " from"), ("template_args", {"a": 1})])
 def test_samples_that_were_drawn_otherwise_are_not_mixed(tmp_path, configure, monkeypatch, untrained, key, value):
-    arms, folders = [], {"": str(untrained)}
+    arms, folders = [Arm(policy, "", 3, "whole") for policy in evaluation.RESTARTS], {"": str(untrained)}
     configure(rope="reset", max_new_tokens=60, carry_last=4, summary_tokens=4, cue=" answer", out_dir=str(tmp_path))
     policies = [] if key in ("cue", "carry_last", "summary_tokens") else ["full"]
     done = {("t", f"{policy} W=3", 0, 0): {} for policy in (*policies, "full_stop", "last_k@x", "summary")}
-    evaluation.same_evaluation(tmp_path, done, arms, torch.float32, folders)
-    evaluation.same_evaluation(tmp_path, done, arms, torch.float32, folders)
+    with pytest.raises(ValueError, match="holds samples, but no eval.json"):
+        evaluation.keep_settings(tmp_path, done, arms, torch.float32, folders)
+    evaluation.keep_settings(tmp_path, {}, arms, torch.float32, folders)
+    evaluation.keep_settings(tmp_path, done, arms, torch.float32, folders)
     configure(n_problems=5, policies="full", budgets=(3,))
-    evaluation.same_evaluation(tmp_path, done, arms, torch.float32, folders)          # how many, and how to look at them
+    evaluation.keep_settings(tmp_path, done, arms, torch.float32, folders)          # how many, and how to look at them
     with pytest.raises(ValueError, match="holds samples with dtype='float32', not 'bfloat16'"):
-        evaluation.same_evaluation(tmp_path, done, arms, torch.bfloat16, folders)
+        evaluation.keep_settings(tmp_path, done, arms, torch.bfloat16, folders)
     configure(**{key: value})
     with pytest.raises(ValueError, match=f"holds samples with {key}="):
-        evaluation.same_evaluation(tmp_path, done, arms, torch.float32, folders)
-    evaluation.same_evaluation(tmp_path, {}, arms, torch.float32, folders)            # an empty folder takes anything
+        evaluation.keep_settings(tmp_path, done, arms, torch.float32, folders)
+    if not policies:                                                                  # of a policy that is not asked for: kept as it was
+        was = getattr(evaluation, key)
+        evaluation.keep_settings(tmp_path, done, [], torch.float32, folders)
+        assert json.loads((tmp_path / "eval.json").read_text(encoding="utf-8"))[key] != was
+    evaluation.keep_settings(tmp_path, {}, arms, torch.float32, folders)            # an empty folder takes anything
     if not policies:                                                                  # keys of a policy without samples are free
         configure(**{key: "5" if key == "cue" else 5})
-        evaluation.same_evaluation(tmp_path, {("t", "full", 0, 0): {}}, arms, torch.float32, folders)
+        evaluation.keep_settings(tmp_path, {("t", "full", 0, 0): {}}, arms, torch.float32, folders)
 
 
 def test_one_process_per_folder(untrained, tmp_path):
@@ -486,11 +492,11 @@ def test_a_difference_is_paired_with_the_baseline_of_the_same_window(configure):
         return {i: [dict(problem=i, n_tokens=5, finish_reason="stop", score=score + i / 10, s=1.0, every=1, times=[], tokens=[],
                          prompt_tokens=3, prefix_tokens=3)] for i in range(3)}
     records = {arm: samples(k / 100) for k, arm in enumerate(arms)}
-    rows = evaluation.rows_of("x", None, records, {"": None}, {"": GPTConfig()}, torch.float32)
+    rows = evaluation.task_table("x", None, records, {"": None}, {"": GPTConfig()}, torch.float32)
     assert [row["difference"] and round(row["difference"], 6) for row in rows] == [-0.02, -0.01, None, -0.01, None]
     assert [row["against"] for row in rows] == ["sliding W=4", "sliding W=4", None, "sliding W=8", None]
     configure(baseline="full")
-    rows = evaluation.rows_of("x", None, records, {"": None}, {"": GPTConfig()}, torch.float32)
+    rows = evaluation.task_table("x", None, records, {"": None}, {"": GPTConfig()}, torch.float32)
     assert [row["difference"] and round(row["difference"], 6) for row in rows] == [None, 0.01, 0.02, 0.03, 0.04]
     assert [row["tokens_per_s"] for row in rows] == [5] * 5
 

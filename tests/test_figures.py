@@ -51,10 +51,9 @@ def test_curve(tmp_path, keys):
         result = figures.curve()
         assert (tmp_path / f"curve{suffix}").read_bytes().startswith(magic)
     assert result["lines"] == {str(tmp_path): dict(runs=2, steps=2, solved_last=0.75, length_mean_last=60.0)}  # no times, no minutes
-    for changes, says in ((dict(labels="one"), "1 names for 2 logs"), (dict(out="curve.gif"), "curve.gif.*: a picture is a")):
-        keys(**dict(labels="") | changes)
-        with pytest.raises(ValueError, match=says):
-            figures.curve()
+    keys(labels="one")
+    with pytest.raises(ValueError, match="1 names for 2 logs"):
+        figures.curve()
 
 
 def test_curve_over_seeds(tmp_path, keys, drawn):
@@ -86,7 +85,7 @@ def test_curve_over_seeds(tmp_path, keys, drawn):
 def drawn(monkeypatch):
     """The figures that were saved."""
     seen, save = [], figures.save
-    monkeypatch.setattr(figures, "save", lambda fig, name: (seen.append(fig), save(fig, name))[1])
+    monkeypatch.setattr(figures, "save", lambda fig, *args: (seen.append(fig), save(fig, *args))[1])
     return seen
 
 
@@ -185,8 +184,9 @@ def test_command_line(tmp_path, keys):
     assert json.loads(done.stdout.splitlines()[-1])["out"] == "times.png" and (tmp_path / "times.png").exists()
     done = call("attention", "--window=[3]")
     assert done.returncode == 2 and "window wants int or None" in done.stderr and done.stderr.count("\n") == 1
-    for what, says in (("pie", "the first argument names the figure, curve or accuracy or"), ("times", "times reads a file")):
-        keys(_what=what)
+    for what, to, says in (("pie", "", "the first argument names the figure, curve or accuracy or"), ("times", "", "times reads a file"),
+                           ("longtext", "x.gif", "out='x.gif': a .png, .svg or .pdf"), ("longtext", "no/x.png", "in a folder that is there")):
+        keys(_what=what, out=to)
         with pytest.raises(ValueError, match=says):
             figures.main()
 
@@ -354,7 +354,7 @@ def test_figures_of_a_model(folder, keys, tmp_path, drawn):
     keys(recent=1000)
     assert figures.attention()["shares"] == {
         name: pytest.approx(part.sum().item(), abs=1e-4)
-        for name, part in dict(first_4=weights[:4], rest_of_prefix=weights[4:8], between=weights[:0], window=weights[8:]).items()}
+        for name, part in dict(first_4=weights[:4], rest_of_prefix=weights[4:8], between=weights[:0], last=weights[8:]).items()}
 
 
 def test_a_sampled_trace(folder, keys):

@@ -644,11 +644,11 @@ def test_the_command_line(tmp_path):
 
 
 def test_an_answer_in_thinking_that_was_cut_off(tmp_path):
-    """Whether the prompt ends in <think> (R1) or the model writes it (Qwen3): a \\boxed{} before </think> is no answer."""
+    """Whether the prompt ends in <think> (R1) or the model writes it (Qwen3): what is said before </think> is no answer."""
     ids = {"<think>": 1, "</think>": 2}
     tokenizer = type("T", (), dict(token_id=lambda self, text: ids.get(text), decode=lambda self, tokens: "".join(tokens)))()
     (tmp_path / "p.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n', encoding="utf-8")
     task = tasks.load_task(f"jsonl:{tmp_path / 'p.jsonl'}", held_out=None)
-    for prompt, text, score in (([5, 1], r"maybe \boxed{2}, but", 0), ([5, 1], r"hm</think>\boxed{2}", 1), ([5], r"<think>\boxed{2}, but", 0),
+    for prompt, text, score in (([5, 1], r"maybe \boxed{2}, but", 0), ([5, 1], r"hm</think>\boxed{2}", 1), ([5], r"<think>\boxed{2}", 0),
                                 ([5], r"\boxed{2}", 1), ([5, 1, 2], r"\boxed{2}", 1), ([1, 2, 5, 1], r"\boxed{2}", 0)):
         assert task.score(task.problem(0), tasks.text_of(list(text), prompt, tokenizer), list(text), "length") == score, text
