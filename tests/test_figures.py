@@ -185,7 +185,7 @@ def test_command_line(tmp_path, keys):
     done = call("attention", "--window=[3]")
     assert done.returncode == 2 and "window wants int or None" in done.stderr and done.stderr.count("\n") == 1
     for what, to, says in (("pie", "", "the first argument names the figure, curve or accuracy or"), ("times", "", "times reads a file"),
-                           ("longtext", "x.gif", "out='x.gif': a .png, .svg or .pdf"), ("longtext", "no/x.png", "in a folder that is there")):
+                           ("longtext", "x.gif", "out='x.gif': a .png, .svg or .pdf"), ("longtext", "no/x.png", "folder that is there")):
         keys(_what=what, out=to)
         with pytest.raises(ValueError, match=says):
             figures.main()
