@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import test_tokenizer
 import torch
 from conftest import ROOT
 from hypothesis import given, strategies as st
@@ -412,6 +413,17 @@ def test_prefixes(smollm2, configure):
     assert tokenizer.decode(prompt[:n]).endswith("Why is the sky blue?") and len(prompt) - n > 2
     assert [evaluation.prefix_tokens(p, problem, prompt, tokenizer) - len(prompt) for p in ("whole", "whole+100")] == [0, 100]
     assert evaluation.prefix_tokens("4", problem, prompt, tokenizer) == 4
+
+
+def test_the_question_is_kept_to_its_end(tmp_path, configure):
+    """Qwen's tokenizer joins punctuation and line breaks: a comparison of the beginnings of two prompts lost the last word."""
+    spec = test_tokenizer.train(test_tokenizer.QWEN2, 2000, test_tokenizer.normalizers.NFC(), test_tokenizer.QWEN_ADDED)
+    _, tokenizer = test_tokenizer.load(spec, tmp_path, chat_template=test_tokenizer.QWEN_TEMPLATE, eos_token="<|im_end|>")
+    configure(system="", template_args={})
+    for question in ("Why?", "f(x)", 'say "hi".', r"Put it into \boxed{}.", "Return it.)"):
+        prompt = prompt_ids(Problem(question, ""), tokenizer)
+        n = evaluation.prefix_tokens("question", Problem(question, ""), prompt, tokenizer)
+        assert tokenizer.decode(prompt[:n]).endswith(question) and 0 < len(prompt) - n < 8
 
 
 # ---------------------------------------------------------------------------------------------------------------------
