@@ -140,6 +140,7 @@ def test_what_the_scorer_is_told_and_what_the_table_makes_of_it(untrained, tmp_p
     assert len(found) == 2 * 6 * 3                                                    # of seven problems, six are not held out
     for (_, i, k), r in found.items():
         stopped = r["finish_reason"] == "stop"
+        assert r["answer"] == "3" and r["question"] == f"Passes AB BA from 00 00 0{i + 1} A"            # the seed; line 0 is held out
         assert r["score"] == ((r["n_tokens"] - stopped) % 7 + 8 * stopped) / 16       # the end token is not shown
         assert r["tokens"] == found["full", i, k]["tokens"] and len(r["tokens"]) == r["n_tokens"] and len(r["times"]) == r["n_tokens"]
     table = result(*COMMAND, *keys, f"--out_dir={tmp_path / 'out'}")["table"]
@@ -320,11 +321,14 @@ def test_a_restarted_sample_is_the_same_alone(passes, configure, policy):
         assert done[0]["tokens"] == together[i]["tokens"]
 
 
-def fake(passes, monkeypatch, calls):
+def fake(passes, monkeypatch, calls, calls_how=None):
     """An engine that writes down its contexts and answers with 1, 2, 3, ... in each of them, or with what stands in calls.answers."""
+    calls_how = [] if calls_how is None else calls_how
+
     def generate(model, contexts, limits, *, window, seed, on_token=None, **how):
         limits = limits if isinstance(limits, list) else [limits] * len(contexts)
         calls.append((contexts, limits, seed))
+        calls_how.append(how)
         done = [list(range(1, n + 1)) for n in limits]
         for i, tokens in enumerate(done):
             for token in tokens if on_token else ():
@@ -338,9 +342,11 @@ def test_last_k_by_hand(passes, configure, monkeypatch):
     """P = 2, W = 6, k = 2: six new tokens, then prompt + last two + four new ones, again and again; Delethink keeps the first ones too."""
     for first, contexts in ((0, [[50, 51], [50, 51, 5, 6], [50, 51, 3, 4], [50, 51, 3, 4]]),
                             (1, [[50, 51], [50, 51, 1, 5, 6], [50, 51, 1, 2, 3], [50, 51, 1, 2, 3], [50, 51, 1, 2, 3]])):
-        configure(max_new_tokens=16, carry_last=2, carry_first=first)
-        calls = []
-        evaluation.sample(Arm("last_k", "", 6, "whole"), None, passes.tokenizer, [[50, 51]], [2], [9], fake(passes, monkeypatch, calls))
+        configure(max_new_tokens=16, carry_last=2, carry_first=first, min_new_tokens=8)
+        calls, how = [], []
+        recorder = fake(passes, monkeypatch, calls, how)
+        evaluation.sample(Arm("last_k", "", 6, "whole"), None, passes.tokenizer, [[50, 51]], [2], [9], recorder)
+        assert [h["min_new_tokens"] for h in how][:3] == [[8], [2], [0]] and all(h["prefix_len"] == [2] for h in how)
         *turns, record = calls
         assert [c for (c,), _, _ in turns] == contexts
         assert [n for _, (n,), _ in turns] == ([6, 4, 4, 2] if first == 0 else [6, 3, 3, 3, 1])
@@ -511,6 +517,13 @@ def test_a_difference_is_paired_with_the_baseline_of_the_same_window(configure):
     rows = evaluation.task_table("x", None, records, {"": None}, {"": GPTConfig()}, torch.float32)
     assert [row["difference"] and round(row["difference"], 6) for row in rows] == [None, 0.01, 0.02, 0.03, 0.04]
     assert [row["tokens_per_s"] for row in rows] == [5] * 5
+    # under a budget that cuts every sample all are the same, and so are the differences
+    configure(budgets=(2,))
+    source = SimpleNamespace(problem=lambda i: Problem("x", ""), score=lambda problem, text, tokens, reason: 0.5)
+    tokenizer = SimpleNamespace(decode=lambda ids: "", encode_chat=lambda messages: [1], token_id=lambda text: None)
+    rows = evaluation.task_table("x", source, records, {"": tokenizer}, {"": GPTConfig()}, torch.float32)
+    assert [(row["budget"], row["accuracy"] == 0.5, row["difference"] and round(row["difference"], 6)) for row in rows] == [
+        (2, True, None), (10, False, None), *((b, b == 2, 0 if b == 2 else x) for x in (0.01, 0.02, 0.03, 0.04) for b in (2, 10))]
 
 
 def test_what_is_no_file_of_samples(tmp_path):
