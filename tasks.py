@@ -135,8 +135,8 @@ def divided(name, problem, score, size, seed, held_out):
 # which problems are worth training on
 
 def between(source, path, min_pass, max_pass):
-    """The Task of those problems of `source` that a model solved at a rate from min_pass to max_pass, both included. path: the
-    pass_rates.json that eval.py wrote of this task, seed and part: {"task": ..., "seed": ..., "held_out": ..., "rates": {"0": 0.5, ...}},
+    """The Task of those problems of `source` that a model solved at a rate from min_pass to max_pass, both included. path: a
+    file of pass_rates/ that eval.py left for this task, seed and part, {"task": ..., "seed": ..., "held_out": ..., "rates": {"0": 0.5}},
     by the numbers i of source.problem(i); problems without a rate are left out.
     Two criteria of the paper come down to it. Difficulty: neither never nor nearly always solved in 16 samples, min_pass=1/16 and
     max_pass=14/16. Answers that are guessed without thinking in at least one of 8 samples: the rates of 8 samples without thinking, and

@@ -23,7 +23,7 @@ top-p and top-k in rollouts (their log-probabilities would be of another distrib
 init_from = "data/smollm2"        # resume | a Hugging Face folder | a hub name
 out_dir = "out-rl"                # the run's folder: checkpoints, log.csv, samples.jsonl
 task = "reasoning_gym:chain_sum"  # passes:4-60 | reasoning_gym:<dataset> | jsonl:<path> | py:<file>
-pass_rates = ""                   # pass_rates.json of eval.py on this task and seed: it chooses the problems; "" = all are used
+pass_rates = ""                   # a file of pass_rates/ that eval.py left for this task and seed: it chooses the problems; "" = all
 min_pass = 0.0                    # with pass_rates: from this pass rate on, 0 to 1
 max_pass = 1.0                    # with pass_rates: up to this pass rate, min_pass to 1
 system = ""                       # system message for the chat template, "" = none
