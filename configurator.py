@@ -34,7 +34,7 @@ def configure(script):
     kinds = {key: hints.get(key, object if script[key] is None else type(script[key])) for key in keys}
     for arg in sys.argv[1:]:
         if arg in ("--help", "-h"):
-            _print_help(script, keys)
+            run(lambda: _print_help(script, keys))                                    # which knows what to do when `| head` has enough
             sys.exit(0)
         elif arg.startswith("--"):
             key, equals, text = arg[2:].partition("=")
@@ -52,9 +52,8 @@ def configure(script):
 
 def settings(keys, without=()):
     """The configuration among the globals() of a script, as JSON would give it back: what is lower-case and plain data."""
-    plain = bool | int | float | str | list | tuple | dict | None
     return json.loads(json.dumps({key: value for key, value in keys.items() if key.islower() and key[0] != "_" and key not in without
-                                  and isinstance(value, plain)}))
+                                  and isinstance(value, PLAIN)}))
 
 
 def require(keys, *rules):
@@ -148,4 +147,4 @@ def _print_help(script, keys):
                 comments.setdefault(line_key[token.start[0]], re.sub(r"^#\s*", "", token.string))
     comments.setdefault("debug", "show the traceback of an error")
     for key in keys:
-        print(f"  --{key}={script[key]!r}".ljust(40) + f" {comments.get(key, '')}")
+        print(f"  --{key}={script[key]!r}".ljust(40) + f" {comments.get(key, '')}", flush=True)

@@ -190,3 +190,11 @@ def test_a_value_written_as_python_comes_back(value):
     text = value if kind is str else repr(value)
     assert _typed("key", _parse(text, kind), kind, "here") == value
     assert _parse(repr(value), object) == value
+
+
+def test_help_into_a_pipe_that_closes():
+    """`--help | head` ended in a traceback."""
+    process = subprocess.Popen([sys.executable, ROOT / "train_rl.py", "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.stderr.read() == "" and process.wait() in (0, 141)
