@@ -73,14 +73,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import torch
 
 import figures
 from bench import print_table, rounded
 from checkpoint import MODEL_FILES, fingerprint, local_folder, read_json, replacing
 from engine import POLICIES, Thinking, generate
 from model import GPT, GPTConfig, device_and_dtype
-from sliding_cache import layer_windows, mix, row_bytes
+from sliding_cache import hashed, layer_windows, row_bytes
 from tasks import load_task, prompt_ids, text_of
 from tokenizer import load_tokenizer
 
@@ -250,8 +249,9 @@ def last_k(prompts, tokenizer, recorder, piece):
 
 def summary(prompts, tokenizer, recorder, piece):
     """Restarts with a summary by the same model. It costs time but counts for no tokens of the sample."""
-    before, after = (tokenizer.encode(part) for part in summary_form.split("{}"))
-    ask, think, end = tokenizer.encode(summary_prompt), tokenizer.token_id("<think>"), summary_form.split("{}")[1].strip()
+    opening, closing = summary_form.split("{}")
+    before, after, ask = map(tokenizer.encode, (opening, closing, summary_prompt))
+    think, end = tokenizer.token_id("<think>"), closing.strip()
     stop = dict(stop_strings=(end,), decode=tokenizer.decode) if end else {}
     contexts = dict(enumerate(prompts))
     while left := piece(contexts, len(ask) + summary_tokens):
@@ -276,14 +276,6 @@ def room_taken(policy, tokenizer):
     if policy == "last_k":
         return carry_first + carry_last
     return sum(len(tokenizer.encode(part)) for part in (summary_prompt, *summary_form.split("{}"))) + 2 * summary_tokens
-
-
-def hashed(seed, *numbers):
-    """The seed of the stream that belongs to these numbers."""
-    x = mix(torch.tensor(seed), 0)
-    for n in numbers:
-        x = mix(x, n)
-    return int(x)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -470,10 +462,11 @@ def main():
         for weights in folders:
             model = None                                                              # frees the one before
             for arm, (name, source) in itertools.product([arm for arm in ways if arm.weights == weights], sources.items()):
-                wanted = [(i, k) for i in numbers[name] for k in range(samples_per_problem)]
-                todo = [(i, k) for i, k in wanted if (name, str(arm), i, k) not in done]
-                for i, k in set(wanted) - set(todo):
-                    if done[name, str(arm), i, k]["mark"] != mark_of(source.problem(i)):
+                todo = []
+                for i, k in itertools.product(numbers[name], range(samples_per_problem)):
+                    if (name, str(arm), i, k) not in done:
+                        todo.append((i, k))
+                    elif done[name, str(arm), i, k]["mark"] != mark_of(source.problem(i)):
                         raise ValueError(f"out_dir={out_dir!r} holds samples of another problem {i} of task={name!r}: name another out_dir")
                 if todo:
                     print(f"{arm} ({ways.index(arm) + 1} of {len(ways)}) on {name}: {len(todo)} samples", file=sys.stderr, flush=True)

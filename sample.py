@@ -45,6 +45,7 @@ import unicodedata
 from engine import POLICIES, Thinking, generate
 from model import GPT, device_and_dtype
 from sliding_cache import peak_bytes, row_bytes
+from tasks import Problem, prompt_ids
 from tokenizer import TextStream, load_tokenizer
 
 
@@ -92,10 +93,7 @@ def encode_prompt(tokenizer):
             raise ValueError(f"{start[5:]} is not text in utf-8: {error}") from None
     if not chat:
         return tokenizer.encode(text)
-    if not all(isinstance(key, str) and key != "messages" for key in template_args):
-        raise ValueError(f"template_args={template_args!r}: its keys are names of variables of the chat template, messages apart")
-    messages = [{"role": "system", "content": system}] * bool(system) + [{"role": "user", "content": text}]
-    return tokenizer.encode_chat(messages, **template_args)
+    return prompt_ids(Problem(text, None), tokenizer, system, template_args)
 
 
 def thinking(tokenizer):

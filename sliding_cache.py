@@ -51,6 +51,14 @@ def mix(x, counter):
     return x
 
 
+def hashed(seed, *numbers):
+    """An int to seed the stream with that belongs to these numbers: another seed gives another one for each of them."""
+    x = mix(torch.tensor(seed), 0)
+    for n in numbers:
+        x = mix(x, n)
+    return int(x)
+
+
 def row_bytes(config, windows, max_prefix, max_len, dtype):
     """Bytes of one row of a cache: keys and values of every layer, max_prefix + W slots each, max_len where there is no window."""
     slots = sum(max_len if w is None else max_prefix + w for w in windows)

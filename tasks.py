@@ -121,7 +121,7 @@ def numbered(*key):
 def divided(name, problem, score, size, seed, held_out):
     """The Task of problem(i, seed). Held out are the problems of another seed, or every 20th of a number of them, the first included."""
     if size is None:
-        own = numbered("held out", seed).getrandbits(31) if held_out in (True, None) else seed
+        own = numbered("held out", seed).getrandbits(31) if held_out is not False else seed
         return Task(name, lambda i: problem(i, own), score, None, seed, held_out)
     if size < 1:
         raise ValueError(f"task={name!r} has {size} problems")
@@ -257,7 +257,7 @@ def passes(name, detail, seed, held_out, longer):
         raise ValueError(f"task={name!r}: passes:impatient, or two numbers of seconds from 1 to {DAY - 1}, such as passes:4-60")
 
     def problem(i):
-        rng = numbered("passes", seed, held_out in (True, None), i)
+        rng = numbered("passes", seed, held_out is not False, i)
         # small rings soon teach that the next holder is somebody who stands in the prompt; whole ones, to look everywhere in it
         size = len(PEOPLE) if match else rng.choice((rng.randint(3, 5), rng.randint(3, len(PEOPLE)), len(PEOPLE)))
         ring = rng.sample(PEOPLE, size)
@@ -283,7 +283,7 @@ def recall(name, detail, seed, held_out, longer):
         raise ValueError(f"task={name!r}: two numbers of seconds from 16 to {DAY - 1}, such as recall:16-32")
 
     def problem(i):
-        rng = numbered("recall", seed, held_out in (True, None), i)
+        rng = numbered("recall", seed, held_out is not False, i)
         ring = rng.sample(PEOPLE, len(PEOPLE))
         throws = dict(zip(ring, ring[1:] + ring[:1], strict=True))
         seconds = rng.randint(low, high)

@@ -98,7 +98,7 @@ import training
 from checkpoint import local_folder
 from engine import Completion, generate
 from model import GPT, device_and_dtype
-from sliding_cache import SlidingCache, free_bytes, layer_windows, mix, peak_bytes, row_bytes
+from sliding_cache import SlidingCache, free_bytes, hashed, layer_windows, peak_bytes, row_bytes
 from tasks import ask_for_length, between, check_reward, load_task, prompt_ids, reward_parts, text_of
 from tokenizer import TOKENIZER_FILES, load_tokenizer
 
@@ -195,7 +195,7 @@ def rollout(model, tokenizer, source, numbers, step=0):
 
 def sample_seed(n):
     """The seed of the n-th sample of the run: another seed gives another stream for every one."""
-    return int(mix(mix(torch.tensor(seed), 0), n))
+    return hashed(seed, n)
 
 
 def advantages(rewards, std):
