@@ -20,9 +20,13 @@ FLOPs are those of the visible pairs of query and key alone, 4 D per pair forwar
 a large matrix product and a copy reach on this machine. SDPA and flash-attn get repeated key heads, outside of the timing, where
 they are slow without.
 
-decode: one token of a whole model (init_from) when its trace is so and so long, with Prefix Sliding and with full attention. The caches
-are filled with random keys, so that nobody has to wait for 131,072 tokens; the cases take turns, a few tokens each, so that a busy
-moment of the machine hits them alike. What does not fit the memory is left out and said.
+decode: one token of a whole model (init_from) when its trace is so and so long: Prefix Sliding by fast.py, by the plain step, with 8
+and 64 rows, with weights of 8 bits (CPU); full attention; and where they are installed, transformers, and llama.cpp with as many keys
+as Prefix Sliding keeps (its own cache in float16; the GGUF of SmolLM2 from its package, or `gguf`). Caches are filled with random
+keys, so that nobody has to wait for 131,072 tokens; the cases take turns, a few tokens each, so that a busy moment of the machine
+hits them alike, and medians are compared. The bytes that a step must read (weights once, the valid keys and values once), over its
+time, are set against a copy of a large tensor that takes turns with them: the share of the limit. Then prefill, and sampling from a
+model of the size of the embedded task's, log-probabilities and all. What does not fit the memory is left out and said.
 
 gap, train, batching, traces: see the functions; windows, lengths and rows are those of the keys below.
 
@@ -32,12 +36,13 @@ import sys
 
 device = "auto"                            # "auto" (cuda, mps, cpu) | "cpu" | "cuda" | "cuda:1" | "mps"
 dtype = "auto"                             # "auto" | "bfloat16" | "float16" | "float32"
-init_from = "data/smollm2"                 # decode: a Hugging Face folder or a hub name
+init_from = "data/smollm2"                 # a Hugging Face folder or a hub name
+gguf = ""                                  # decode: the same model in the dtype that is measured, for llama.cpp; "" = SmolLM2, or none
 lengths: tuple | None = None               # tokens, e.g. (4096, 8192); None = 4K to 128K on CUDA, else 2K to 16K; decode: P + W to 128K
-windows: tuple | None = None               # tokens, e.g. (2048,); None = (2048, 4096, 8192) on CUDA, (512,) elsewhere; decode: (2048,)
+windows: tuple | None = None               # tokens, e.g. (2048,); None = (2048, 4096, 8192) on CUDA, (512,) elsewhere; decode: (4096,)
 prefix_len = 200                           # tokens, P
 batch = 1                                  # sequences in forward and backward
-rows: int | None = None                    # sequences decoded at once; None = 16, decode: 1
+rows: int | None = None                    # sequences decoded at once; None = 16, decode: also 8 and 64, beside 1
 n_head: int | None = None                  # query heads; None = 32 on CUDA, 4 elsewhere
 n_kv_head: int | None = None               # key heads; None = 8 on CUDA, 2 elsewhere
 head_dim: int | None = None                # None = 128 on CUDA, 64 elsewhere
@@ -60,12 +65,14 @@ import psutil
 import torch
 import torch.nn.functional as F
 
+import rivals
 import train_rl
 import training
 from attn_kernel import decode_attention, flex_block_mask, flex_compiled, prefix_sliding_attention, visible
 from engine import generate
-from model import GPT, device_and_dtype
-from sliding_cache import SlidingCache
+from fast import fast_step
+from model import GPT, GPTConfig, device_and_dtype
+from sliding_cache import SlidingCache, free_bytes, peak_bytes as memory_peak, row_bytes
 from tasks import DAY, load_task
 from tokenizer import load_tokenizer
 
@@ -262,46 +269,152 @@ def kernel():
 @torch.no_grad()
 def decode():
     where, kind = device_and_dtype(device, dtype)
-    W, n_rows = windows[0] if windows else 2048, 1 if rows is None else rows
-    Ts = lengths or (prefix_len + W, 8192, 32768, 131072)
-    if not whole(repeats, n_rows, W, *Ts) or prefix_len < 0 or min(Ts) < prefix_len + W:
-        raise ValueError(f"repeats={repeats}, rows={n_rows} and windows=({W!r},) are whole numbers of at least 1, prefix_len={prefix_len} "
-                         f"at least 0, and lengths={Ts} at least P + W")
+    W, P = windows[0] if windows else 4096, prefix_len
+    Ts = lengths or (P + W, 8192, 32768, 131072)
+    if not whole(repeats, W, *Ts) or P < 0 or min(Ts) < P + W or rows is not None and rows < 2:
+        raise ValueError(f"repeats={repeats} and windows=({W!r},) are whole numbers of at least 1, prefix_len={P} at least 0, "
+                         f"lengths={Ts} at least P + W, and rows={rows} at least 2")
+    kinds = (torch.bfloat16, torch.float32) if dtype == "auto" and where.type == "cpu" else (kind,)
+    results = [decode_in(where, kind, P, W, Ts) for kind in kinds]
+    peak, _ = memory_peak(where)
+    return dict(bench="decode", init_from=init_from, device=str(where), threads=torch.get_num_threads(), P=P, W=W,
+                peak_mb=round(peak / 1e6), table=sum((table for table, _ in results), []),
+                prefill=sum((table for _, table in results), []), sampling=sampling(where))
+
+
+def decode_in(where, kind, P, W, Ts):
+    """Everything in one dtype. -> (table, table of the prefill)"""
+    name, keys, left_out = str(kind)[6:], P + W, []
     model = GPT.from_pretrained(init_from, dtype=kind, device=where)
-    token, caches, left_out = torch.zeros(n_rows, 1, dtype=torch.long, device=where), {}, []
-    for T in Ts:
-        for policy, window in (("prefix_sliding", W), ("full", None)):
-            print(f"\rfilling {policy} up to {T}".ljust(60), end="", file=sys.stderr, flush=True)
-            try:
-                cache = SlidingCache(model.config, n_rows, prefix_len, window, max_len=T + 9 * repeats, dtype=kind, device=where)
-            except ValueError as error:
-                left_out.append(f"{policy} at {T}: {error}")
-                continue
-            for keys_or_values in (*cache.k, *cache.v):
-                keys_or_values.normal_()
+    c, full, cases, closing = model.config, None, {}, []                              # cases: {(who, tokens, rows): (step, bytes read)}
+    weights = sum(p.numel() for p in model.parameters()) - (0 if c.tied else model.model.embed_tokens.weight.numel())
+
+    def of_keys(n, dtype=kind):
+        return row_bytes(c, [None] * c.n_layer, 0, n, dtype)
+
+    def cached(n, window, length):
+        cache = SlidingCache(c, n, P, window, max_len=length + 64 * repeats, dtype=kind, device=where)
+        if cache.nbytes > free_bytes(where) / 2:
+            raise ValueError(f"{cache.nbytes / 1e9:.1f} GB of cache")
+        for t in (*cache.k, *cache.v):
+            t.normal_()
+        return cache
+
+    def ours(who, cache, step, T, bytes_per_weight=kind.itemsize):
+        n = cache.batch_size
+        token = torch.zeros(n, 1, dtype=torch.long, device=where)
+
+        def at_T():
             cache.length.fill_(T)
-            cache.lengths = [T] * n_rows
-            caches[T, policy] = cache
-    times = {case: [] for case in caches}
-    for turn in range(repeats):
-        for case, cache in caches.items():
-            print(f"\rturn {turn + 1} of {repeats}: {case[1]} at {case[0]}".ljust(60), end="", file=sys.stderr, flush=True)
-            for n in range(9):
+            cache.lengths = [T] * n
+            return step(token)
+        cases[who, T, n] = at_T, weights * bytes_per_weight + n * of_keys(T if None in cache.windows else min(T, keys))
+
+    print(f"{name}: filling caches".ljust(60), end="\r", file=sys.stderr, flush=True)
+    sliding = cached(1, W, 0)
+    fast = fast_step(model, sliding, "continue")
+    for T in Ts:
+        ours("prefix_sliding", sliding, fast, T)
+    ours("prefix_sliding, plain", sliding, plain_step(model, sliding), Ts[0])
+    if where.type == "cpu" and kind == torch.bfloat16:
+        ours("prefix_sliding, int8", sliding, fast_step(model, sliding, "continue", int8=True), Ts[0], bytes_per_weight=1)
+    for n in (8, 64) if rows is None else (rows,):
+        try:
+            many = cached(n, W, 0)
+            ours("prefix_sliding", many, fast_step(model, many, "continue"), Ts[0])
+        except ValueError as error:
+            left_out.append(f"{n} rows in {name}: {error}")
+    for T in reversed(Ts):                                                            # the longest that fits, for all of them
+        try:
+            full = full or cached(1, None, T)
+            ours("full attention, plain", full, plain_step(model, full), T)
+        except ValueError as error:
+            left_out.append(f"full attention at {T} in {name}: {error}")
+    prefills = {"ours": lambda: model.lm_head(model.features(prompt, cache=SlidingCache(c, 1, prompt.size(1), W, dtype=kind,
+                                                                                        device=where))[:, -1])}
+    prompt = torch.randint(c.vocab_size, (1, 2000), device=where, generator=torch.Generator(where).manual_seed(0))
+    if where.type == "cpu" and rivals.installed("transformers") and rivals.installed("accelerate") and full:
+        theirs = rivals.Transformers(init_from, kind)
+        for T in [T for T in Ts if T <= min(32768, full.max_len)]:
+            step = theirs.step([k[:, :, :T] for k in full.k], [v[:, :, :T] for v in full.v], torch.zeros(1, 1, dtype=torch.long))
+            cases["transformers", T, 1] = step, weights * kind.itemsize + of_keys(T)
+        prefills["transformers"] = theirs.prefill(prompt)
+    if where.type == "cpu" and rivals.installed("llama_cpp") and (gguf or init_from == "data/smollm2"):
+        file = gguf or rivals.smollm2_gguf(kind)
+        for flash in (False, True):
+            for n in (1, 8 if rows is None else rows):
+                print(f"{name}: filling llama.cpp's cache".ljust(60), end="\r", file=sys.stderr, flush=True)
+                llama = rivals.LlamaCpp(file, keys, n, flash, torch.get_num_threads())
+                llama.fill(keys)
+                who = "llama.cpp" + ", flash" * flash
+                cases[who, keys, n] = llama.step(keys), weights * kind.itemsize + n * of_keys(keys, torch.float16)
+                closing.append(llama)
+            llama = rivals.LlamaCpp(file, prompt.size(1), 1, flash, torch.get_num_threads())
+            prefills[who] = llama.prefill(prompt.size(1))
+            closing.append(llama)
+    large = torch.ones(2**28, dtype=torch.uint8, device=where)
+    into = torch.empty_like(large)
+    cases["copy", 0, 0] = (lambda: into.copy_(large)), 2 * large.numel()
+    cases["read", 0, 0] = (lambda: large.view(torch.float32).sum()), large.numel()
+    times = take_turns({case: step for case, (step, _) in cases.items()}, where, repeats, name)
+    rates = {who: cases[who, 0, 0][1] / times.pop((who, 0, 0)) for who in ("copy", "read")}
+    table = [rounded(dtype=name, who=who, rows=n, tokens=T, ms=1e3 * t, tokens_per_s=n / t, read_mb=cases[who, T, n][1] / 1e6,
+                     gb_per_s=cases[who, T, n][1] / t / 1e9, share_of_limit=cases[who, T, n][1] / t / rates["copy"])
+             for (who, T, n), t in times.items()]
+    print(f"{init_from} on {where}, {name}, {torch.get_num_threads()} threads: P={P}, W={W}, {keys} keys; "
+          f"copy {rates['copy'] / 1e9:.3g} GB/s, read {rates['read'] / 1e9:.3g} GB/s; compiled in {fast.compile_s:.1f} s".ljust(60))
+    print_table(table)
+    times = take_turns(prefills, where, min(repeats, 3), f"{name}, prefill")
+    prefill = [rounded(dtype=name, who=who, prompt=prompt.size(1), s=t, tokens_per_s=prompt.size(1) / t) for who, t in times.items()]
+    print()
+    print_table(prefill)
+    print("".join(f"left out: {line}\n" for line in left_out))
+    for llama in closing:
+        llama.close()
+    return table, prefill
+
+
+def plain_step(model, cache):
+    return lambda token: model.lm_head(model.features(token, cache=cache)[:, 0])
+
+
+def take_turns(steps, where, turns, name):
+    """The median time of each of the functions: in every turn one call that is not counted, and up to four that are."""
+    times = {case: [] for case in steps}
+    for turn in range(turns):
+        for case, step in steps.items():
+            print(f"{name}: turn {turn + 1} of {turns}, {case}".ljust(78)[:78], end="\r", file=sys.stderr, flush=True)
+            for n in range(5):
                 synchronize(where)
                 began = time.perf_counter()
-                model.lm_head(model.features(token, cache=cache))
+                step()
                 synchronize(where)
-                if n:  # the first finds the caches of the processor full of the case before
-                    times[case].append(time.perf_counter() - began)
-    print("\r".ljust(60) + "\r", end="", file=sys.stderr, flush=True)
-    median = {case: sorted(t)[len(t) // 2] for case, t in times.items()}
-    first = {policy: t for (_, policy), t in reversed(median.items())}                # of the shortest trace
-    table = [rounded(tokens=T, policy=policy, ms_per_token=1e3 * median[T, policy], times_the_first=median[T, policy] / first[policy],
-                     cache_mb=cache.nbytes / 1e6) for (T, policy), cache in caches.items()]
-    print(f"{init_from} on {where}, {str(kind)[6:]}, {torch.get_num_threads()} threads: {n_rows} rows, P={prefix_len}, W={W}")
+                took = time.perf_counter() - began
+                if n or took > 1:  # the first finds the caches of the processor full of the case before, which a long one does not feel
+                    times[case].append(took)
+                if took > 0.3 and n or took > 1:
+                    break
+    print("".ljust(78), end="\r", file=sys.stderr, flush=True)
+    return {case: sorted(t)[len(t) // 2] for case, t in times.items()}
+
+
+def sampling(where):
+    """generate() on a model of the size of the embedded task's (config/sft_passes.py), 64 rows: tokens per second, sampled at
+    temperature 1 with their log-probabilities. Weights do not matter for the speed."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocab_size=441, n_layer=3, n_head=4, n_embd=64)).to(where).eval()
+    prompts = torch.randint(441, (64, 17), generator=torch.Generator().manual_seed(0)).tolist()
+
+    def run(compile):
+        stats = {}
+        generate(model, prompts, 400, window=12, rope="reset", temperature=1.0, top_p=1.0, compile=compile, stats=stats)
+        return stats["decode_s"] / stats["decode_steps"]
+
+    best = {who: min(run(who == "compiled") for _ in range(repeats)) for who in ("plain", "compiled")}
+    table = [rounded(who=who, rows=64, ms=1e3 * t, tokens_per_s=64 / t) for who, t in best.items()]
+    print(f"sampling from a model of 3 layers of 64, {torch.get_num_threads()} threads: the fastest of {repeats} runs of 400 tokens")
     print_table(table)
-    print("".join(f"left out: {line}\n" for line in left_out), end="")
-    return dict(bench="decode", init_from=init_from, device=str(where), dtype=str(kind)[6:], rows=n_rows, P=prefix_len, W=W, table=table)
+    return table
 
 
 # ---------------------------------------------------------------------------------------------------------------------

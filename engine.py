@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 import torch
 
 from attn_kernel import wide
+from fast import fast_step
 from sliding_cache import SlidingCache, free_bytes, layer_windows, mix, row_bytes, uniform
 
 POLICIES = {  # what each of the family means for generate(); prefix_sliding is its defaults
@@ -76,6 +77,7 @@ class Sequence:
     limit: int                                    # most new tokens
     completion: Completion
     thinking: bool                                # between <think> and </think>
+    draws: list = field(default_factory=list)     # uniform numbers for the next tokens
     thought: int = 0                              # tokens spent there
     forced: deque = field(default_factory=deque)  # tokens that come next, whatever is drawn
 
@@ -83,7 +85,7 @@ class Sequence:
 @torch.no_grad()
 def generate(model, prompts, max_new_tokens, *, prefix_len=None, window=4096, rope="continue", evict="oldest", temperature=0.6,
              top_k=None, top_p=0.95, min_new_tokens=0, stop_ids=(), stop_strings=(), decode=None, thinking=None, n_vocab=None,
-             seed=0, rows=None, on_token=None, stats=None):
+             seed=0, rows=None, on_token=None, stats=None, compile=False, int8=False):
     """Sample one completion for each of `prompts` (lists of token ids). -> list[Completion], in the order of the prompts.
 
     max_new_tokens, min_new_tokens, prefix_len, seed: one int, or one per prompt (a prompt with a seed of its own has the stream (seed, 0),
@@ -93,7 +95,8 @@ def generate(model, prompts, max_new_tokens, *, prefix_len=None, window=4096, ro
     one of them in its text, decode(ids); the tokens are not cut, tokenizer.stream(ids, stop) cuts the text. thinking: a Thinking, or None.
     n_vocab: ids from here on (padding of the embedding) are never drawn; None = vocab_size.
     rows: how many sequences run at once; None = all, or as many as fit the memory. on_token(i, token): called once per token.
-    stats: a dict that receives cache_bytes, rows, prefills, prefill_s, decode_steps, decode_s (seconds).
+    stats: a dict that receives cache_bytes, rows, prefills, prefill_s, decode_steps, decode_s, compile_s (seconds).
+    compile: take the steps by fast.py, which compiles for some seconds first. int8: do so, with weights of 8 bits, on a CPU.
     Raises ValueError for arguments out of range, and for a cache that does not fit the memory.
     """
     n, config, weight = len(prompts), model.config, model.lm_head.weight
@@ -114,12 +117,12 @@ def generate(model, prompts, max_new_tokens, *, prefix_len=None, window=4096, ro
     n_rows = min(n, rows or max(fit, 1))
     cache = SlidingCache(config, n_rows, max(prefixes), windows, evict=evict, max_len=longest, dtype=weight.dtype, device=weight.device)
     stats = {} if stats is None else stats
-    stats.update(cache_bytes=cache.nbytes, rows=n_rows, prefills=0, prefill_s=0.0, decode_steps=0, decode_s=0.0)
+    stats.update(cache_bytes=cache.nbytes, rows=n_rows, prefills=0, prefill_s=0.0, decode_steps=0, decode_s=0.0, compile_s=0.0)
 
     streams = mix(torch.tensor([(s + 2**63) % 2**64 - 2**63 for s in seeds]), 0 if hasattr(seed, "__len__") else torch.arange(n))
     completions, keys = [Completion(list(prompt)) for prompt in prompts], [*zip(map(tuple, prompts), prefixes, strict=True)]
     still_to_come, first_logits, occupant = Counter(keys), {}, [None] * n_rows        # occupant: whose prompt a row held last
-    queue = deque(range(n))
+    queue, ends = deque(range(n)), [t for t in stop_ids if t < config.vocab_size]
 
     def prefill(row, i):
         """Put prompt i into a row. -> logits (1, vocab_size) for its first new token"""
@@ -138,23 +141,33 @@ def generate(model, prompts, max_new_tokens, *, prefix_len=None, window=4096, ro
         stats["prefill_s"] += time.perf_counter() - start
         return first_logits[key] if still_to_come[key] else first_logits.pop(key)
 
+    def plain_step(idx, rows):
+        return model.lm_head(model.features(idx, rope=rope, cache=cache, rows=rows)[:, 0])
+
+    def draw(s):
+        """The uniform number for the next token of a sequence; they are hashed many at once."""
+        n = len(s.completion.tokens)
+        if n % 256 == 0:
+            s.draws = uniform(streams[s.index], torch.arange(n, n + 256)).tolist()
+        return s.draws[n % 256]
+
     def accept(sequences, logits):
         """Choose and record the next token of each of the sequences, given its logits (len(sequences), vocab_size)."""
         logits = wide(logits)
-        if temperature > 0:
-            logits = (logits - logits.amax(-1, keepdim=True)) / temperature           # a tiny temperature must not overflow
-        index = torch.tensor([len(s.completion.tokens) for s in sequences])
-        u = uniform(streams[[s.index for s in sequences]], index)                     # float64, which mps does not have
+        logits = (logits - logits.amax(-1, keepdim=True)) / (temperature or 1)        # a tiny temperature must not overflow
+        u = torch.tensor([draw(s) for s in sequences], dtype=torch.float64)           # which mps does not have
         u = u.to(logits.device, torch.float32 if logits.device.type == "mps" else torch.float64)
-        allowed = logits.clone()
+        early = [i for i, s in enumerate(sequences) if len(s.completion.tokens) < least[s.index]] if ends else []
+        allowed = logits.clone() if early or n_vocab is not None else logits
         allowed[:, config.vocab_size if n_vocab is None else n_vocab:] = float("-inf")
-        for s, row in zip(sequences, allowed, strict=True):
-            if len(s.completion.tokens) < least[s.index]:
-                row[[t for t in stop_ids if t < config.vocab_size]] = float("-inf")
-        drawn = sample(allowed, u, temperature, top_k, top_p).tolist()
-        chosen = [budget(s, token, thinking, stop_ids) for s, token in zip(sequences, drawn, strict=True)]
-        tokens = torch.tensor([token for token, _ in chosen], device=logits.device)
-        logprobs = logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0].tolist()
+        if early:
+            allowed[torch.tensor(early)[:, None], torch.tensor(ends)] = float("-inf")
+        tokens = sample(allowed, u, temperature, top_k, top_p)                        # (rows,)
+        chosen = [(token, False) for token in tokens.tolist()]
+        if thinking is not None:
+            chosen = [budget(s, token, thinking, stop_ids) for s, (token, _) in zip(sequences, chosen, strict=True)]
+            tokens = torch.tensor([token for token, _ in chosen], device=logits.device)
+        logprobs = (logits.gather(1, tokens[:, None])[:, 0] - logits.exp().sum(-1).log()).tolist()
         for s, (token, is_forced), logprob in zip(sequences, chosen, logprobs, strict=True):
             done = s.completion
             if math.isnan(logprob):
@@ -162,7 +175,7 @@ def generate(model, prompts, max_new_tokens, *, prefix_len=None, window=4096, ro
             done.tokens.append(token)
             done.logprobs.append(logprob)
             done.sampled.append(not is_forced)
-            if token in stop_ids or _stops(done.tokens, stop_strings, decode):
+            if token in stop_ids or stop_strings and _stops(done.tokens, stop_strings, decode):
                 done.finish_reason = "stop"
             elif len(done.tokens) == s.limit:
                 done.finish_reason = "length"
@@ -179,16 +192,19 @@ def generate(model, prompts, max_new_tokens, *, prefix_len=None, window=4096, ro
                 return s
         return None
 
+    step = fast_step(model, cache, rope, int8) if compile or int8 else plain_step
+    stats["compile_s"] = getattr(step, "compile_s", 0.0)
     running = []
     while len(running) < n_rows and (s := admit(len(running))):
         running.append(s)
     while running:
         start = time.perf_counter()
         idx = torch.tensor([s.completion.tokens[-1:] for s in running], device=weight.device)         # (rows, 1)
-        x = model.features(idx, rope=rope, cache=cache, rows=slice(len(running)))                     # (rows, 1, n_embd)
-        accept(running, model.lm_head(x[:, 0]))
+        compiled = stats["compile_s"]
+        accept(running, step(idx, slice(len(running))))                                               # logits (rows, vocab_size)
+        stats["compile_s"] = getattr(step, "compile_s", 0.0)
         stats["decode_steps"] += 1
-        stats["decode_s"] += time.perf_counter() - start
+        stats["decode_s"] += time.perf_counter() - start - (stats["compile_s"] - compiled)
         for row in reversed(range(len(running))):
             if running[row].completion.finish_reason is None:
                 continue
@@ -221,8 +237,9 @@ def sample(logits, u, temperature, top_k, top_p):
         n_keep = (top.cumsum(-1) - top < top_p * total).sum(-1, keepdim=True).clamp(min=1)         # a tiny top_p rounds to 0
         p = torch.where(p >= top.gather(-1, n_keep - 1), p, 0)
     cdf = p.cumsum(-1, dtype=u.dtype)                                                 # (rows, vocab_size)
-    token = (cdf <= u[:, None] * cdf[:, -1:]).sum(-1)
-    return torch.minimum(token, (cdf < cdf[:, -1:]).sum(-1))                          # should u * total round up to the total
+    total = cdf[:, -1:].contiguous()
+    token = torch.searchsorted(cdf, u[:, None] * total, right=True)
+    return torch.minimum(token, torch.searchsorted(cdf, total))[:, 0].clamp(max=p.size(-1) - 1)   # u * total may round up to total
 
 
 def budget(s, token, thinking, stop_ids):

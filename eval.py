@@ -44,6 +44,7 @@ template_args = {}                # further arguments of the chat template, such
 temperature = 0.6                 # >= 0
 top_p = 0.95                      # 0 < top_p <= 1
 rows: int | None = None           # samples that run at once; None = all, or as many as fit the memory
+compile = False                   # True: faster steps by fast.py, after some seconds of compiling (on a CPU: by a C compiler)
 carry_first = 0                   # last_k: first new tokens that stay (Delethink: 100)
 carry_last = 256                  # last_k: last tokens that stay, k
 summary_tokens = 256              # summary: most tokens of a summary
@@ -195,7 +196,7 @@ class Recorder:
 def sample(arm, model, tokenizer, prompts, kept, seeds, recorder):
     """Sample a completion of each prompt under a policy; every token goes to recorder.token. kept: prefix lengths."""
     how = dict(temperature=temperature, top_p=top_p, min_new_tokens=min_new_tokens, stop_ids=tokenizer.eos_ids, n_vocab=tokenizer.n_vocab,
-               rows=rows)
+               rows=rows, compile=compile)
     if arm.policy in POLICIES:
         generate(model, prompts, max_new_tokens, seed=seeds, on_token=recorder.token, **how,
                  **dict(window=arm.window, prefix_len=kept, rope=rope) | POLICIES[arm.policy])

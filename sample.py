@@ -29,6 +29,8 @@ min_think = 0                     # tokens of thinking before </think> is accept
 max_think = -1                    # tokens of thinking after which </think> is forced; -1 = unlimited
 wait_text = "Wait"                # what stands in for a </think> that came too early
 seed = 1337                       # any int; sample i draws from the stream (seed, i)
+compile = False                   # True: faster steps by fast.py, after some seconds of compiling (on a CPU: by a C compiler)
+int8 = False                      # True: compile, with matrices in 8 bits; on a CPU
 show = False                      # redraw the terminal: prefix in colour, window bright, dropped tokens dim
 device = "auto"                   # auto (cuda, then mps, then cpu) | cpu | cuda | cuda:1 | mps
 dtype = "auto"                    # auto (bfloat16 where the hardware has it, else float32) | float32 | bfloat16 | float16
@@ -66,7 +68,8 @@ def main():
     done = generate(
         model, [prompt] * num_samples, max_new_tokens, **how, temperature=temperature, top_k=top_k, top_p=top_p,
         min_new_tokens=min_new_tokens, stop_ids=tokenizer.eos_ids, stop_strings=tuple(stop), decode=tokenizer.decode,
-        thinking=thinking(tokenizer), n_vocab=tokenizer.n_vocab, seed=seed, rows=rows, on_token=screen.on_token, stats=stats)
+        thinking=thinking(tokenizer), n_vocab=tokenizer.n_vocab, seed=seed, rows=rows, on_token=screen.on_token, stats=stats,
+        compile=compile, int8=int8)
     new = sum(len(c.tokens) for c in done)
     longest = len(prompt) + max(len(c.tokens) for c in done)
     full = stats["rows"] * row_bytes(config, [None] * config.n_layer, 0, longest, kind)
@@ -79,8 +82,8 @@ def main():
     print(f"peak memory     {peak / 1e6:10,.1f} MB   {memory}, weights included")
     print(json.dumps(dict(
         tokens=new, tokens_per_s=round(speed, 2), prefill_s=round(stats["prefill_s"], 3), decode_s=round(stats["decode_s"], 3),
-        prompt_tokens=len(prompt), cache_bytes=stats["cache_bytes"], full_attention_bytes=full, peak_memory_bytes=peak,
-        policy=policy, window=how["window"], finish_reasons=[c.finish_reason for c in done])))
+        compile_s=round(stats["compile_s"], 3), prompt_tokens=len(prompt), cache_bytes=stats["cache_bytes"], full_attention_bytes=full,
+        peak_memory_bytes=peak, policy=policy, window=how["window"], finish_reasons=[c.finish_reason for c in done])))
 
 
 def encode_prompt(tokenizer):

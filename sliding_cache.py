@@ -111,6 +111,7 @@ class SlidingCache:
         self.length = torch.zeros(batch_size, dtype=torch.int64, device=device)       # tokens seen by each row so far
         self.lengths = [0] * batch_size                                               # the same, where reading costs nothing
         self.streams = torch.arange(batch_size, dtype=torch.int64, device=device)
+        self.fixed_shapes = False                                                     # whether decoding reads the empty slots, too
         # With random eviction no formula gives what a slot holds: a table per distinct window says it, for every key head.
         self.held = {w: torch.full((batch_size, self.heads, n), -1, dtype=torch.int64, device=device)
                      for w, n in zip(self.windows, slots, strict=True)} if evict == "random" else {}
@@ -160,11 +161,9 @@ class SlidingCache:
     # extend (any number). Where gradients are recorded, the pass only reads: what it adds lives in its graph, and the rows stay as
     # they were (so that a pass may be repeated, which activation checkpointing does).
 
-    def advance(self, n_new=1, rows=slice(None)):
-        """Count n_new more tokens (int or one per row) for the given rows, a slice or a list, and return the positions of the new
-        tokens, (rows, max(n_new)) int64. Works out, for every window among the layers, where they go. (Where gradients are recorded,
-        they are not counted.)"""
-        index = list(range(self.batch_size))[rows] if isinstance(rows, slice) else list(rows)
+    def count(self, n_new=1, rows=slice(None)):
+        """The part of `advance` that Python does: check and count n_new more tokens for the given rows. -> a count per row"""
+        index = range(self.batch_size)[rows] if isinstance(rows, slice) else rows
         counts = [n_new] * len(index) if isinstance(n_new, int) else list(n_new)
         if len(counts) != len(index) or min(counts) < 1:
             raise ValueError(f"n_new={n_new}: at least one new token for each of {len(index)} rows")
@@ -172,18 +171,25 @@ class SlidingCache:
         if None in self.windows and self.longest > self.max_len:
             raise ValueError(f"a row reaches {self.longest} tokens, but this cache without a window was made for {self.max_len}")
         self.decoding = max(counts) == 1 and not torch.is_grad_enabled()
-        rolled = any(w is not None and self.lengths[row] > int(self.prefix_len[row]) + w for w in self.held for row in index)
-        if rolled and not self.decoding:
+        if not self.decoding and any(w is not None and self.lengths[row] > int(self.prefix_len[row]) + w
+                                     for w in self.held for row in index):
             raise ValueError("with random eviction a row takes one token at a time, without gradients, once its window has filled")
         self.writing = not torch.is_grad_enabled()
         if self.writing:
             for row, count in zip(index, counts, strict=True):
                 self.lengths[row] += count
+        return counts
+
+    def advance(self, n_new=1, rows=slice(None)):
+        """Count n_new more tokens (int or one per row) for the given rows, a slice or a list, and return the positions of the new
+        tokens, (rows, max(n_new)) int64. Works out, for every window among the layers, where they go. (Where gradients are recorded,
+        they are not counted.)"""
+        counts = self.count(n_new, rows)
         # `rows` stays a slice where it came as one: slicing gives views of the cache, a list gives copies.
         self.rows, self.row_ids = rows, torch.arange(self.batch_size, device=self.length.device)[rows]
         old = self.length[rows].clone()                                               # (rows,)
         if self.writing:
-            self.length[rows] += torch.as_tensor(counts, device=old.device)
+            self.length[rows] += n_new if isinstance(n_new, int) else torch.as_tensor(counts, device=old.device)
         P, T = self.prefix_len[rows], max(counts)
         pos = old[:, None] + torch.arange(T, device=old.device)                       # (rows, T)
         plan = self._plan_append if self.decoding else self._plan_extend
@@ -196,7 +202,8 @@ class SlidingCache:
         heads = torch.arange(self.heads, device=slot.device)
         for cache, new in ((self.k[layer], k), (self.v[layer], v)):
             cache[self.row_ids[:, None], heads, slot] = new[:, :, 0]
-        used = min(self.longest, self.k[layer].size(2))                               # before the buffer is full, read no further
+        used = self.k[layer].size(2)
+        used = used if self.fixed_shapes else min(self.longest, used)                 # before the buffer is full, read no further
         return self.k[layer][self.rows, :, :used], self.v[layer][self.rows, :, :used], valid
 
     def extend(self, layer, k, v):

@@ -41,6 +41,7 @@ window: int | list | None = 2048  # tokens, the current one included; None = ful
 prefix_len: int | None = None     # tokens kept for good; None = the whole prompt
 rope = "continue"                 # continue: absolute positions | reset: close the gap behind the prefix
 rows: int | None = None           # completions sampled at once; None = as many as fit the memory
+compile = False                   # True: faster sampling by fast.py, after some seconds of compiling (on a CPU: by a C compiler)
 filter_groups = True              # drop groups without signal and draw others
 max_draws = 4                     # most draws to fill a batch
 async_level = 0                   # how many steps old the sampling policy is; 0 = on policy
@@ -175,7 +176,7 @@ def rollout(model, tokenizer, source, numbers, step=0):
 
     seeds = [sample_seed(n * group_size + k) for n in numbers for k in range(group_size)]
     done = generate(model, prompts, max_new_tokens, prefix_len=prefix_len, window=window, rope=rope, temperature=temperature, top_p=1.0,
-                    stop_ids=tokenizer.eos_ids, n_vocab=tokenizer.n_vocab, seed=seeds, rows=rows, on_token=on_token)
+                    stop_ids=tokenizer.eos_ids, n_vocab=tokenizer.n_vocab, seed=seeds, rows=rows, on_token=on_token, compile=compile)
     groups = []
     for i, (n, problem) in enumerate(zip(numbers, problems, strict=True)):
         group = [Episode(**vars(c), problem=n, step=step) for c in done[i * group_size:(i + 1) * group_size]]
@@ -387,7 +388,7 @@ def evaluate(model, tokenizer, longer, heat, rank=0, world=1):
     problems = [ask_for_length(source.problem(n), length_targets, -1 - n, seed) for n in numbers]
     prompts = [prompt_ids(p, tokenizer, system, template_args) for p in problems]
     done = generate(model, prompts, longer * max_new_tokens, prefix_len=prefix_len, window=window, rope=rope, temperature=heat,
-                    top_p=1.0, stop_ids=tokenizer.eos_ids, n_vocab=tokenizer.n_vocab, rows=rows,
+                    top_p=1.0, stop_ids=tokenizer.eos_ids, n_vocab=tokenizer.n_vocab, rows=rows, compile=compile,
                     seed=[sample_seed(-1 - n) for n in numbers])
     finished = [c.finish_reason == "stop" for c in done]
     said = [c.tokens[:len(c.tokens) - f] for c, f in zip(done, finished, strict=True)]
