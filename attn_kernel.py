@@ -7,8 +7,8 @@ One predicate, `visible`, says who sees whom. Everything else here is a way to c
 
     dense     the definition: one (Tq, Tk) mask. The reference, for tests and short sequences.
     torch     block-sparse: a tile of queries meets the tiles of the prefix and the tiles of its window and no other, so time
-              and memory grow linearly with T. Any device, any dtype, differentiable. While every token is still in the window
-              or the prefix, the mask is the causal one, and PyTorch's own attention takes it.
+              and memory grow linearly with T. Any device, any dtype, differentiable. Without gradients, while every token is
+              in the window or the prefix, the mask is the causal one, and PyTorch's own attention takes it.
     triton    the same tiles as fused kernels, from Ampere to Blackwell, with their own backward. float16, bfloat16, float32.
     flex      PyTorch's FlexAttention with the same predicate, as a peer to compare with. CUDA.
 
@@ -89,7 +89,8 @@ def prefix_sliding_attention(q, k, v, prefix_len, window, *, q_start=None, q_pre
     if impl == "triton":
         return _Triton.apply(q, k, v, q_prefix, P.expand(q.size(0)).contiguous(), FULL if window is None else min(window, FULL),
                              start.expand(q.size(0)).contiguous())
-    if q_prefix is None and Tq == Tk and (window is None or Tk <= window or int(P.min()) >= Tk):      # nothing is out of the window
+    everything = Tq == Tk and q_prefix is None and (window is None or Tk <= window or int(P.min()) >= Tk)
+    if everything and not torch.is_grad_enabled():                                    # a prefill: the mask is the causal one
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.size(1) != k.size(1))
     return _BlockSparse.apply(q, k, v, q_prefix, P, window, start)
 

@@ -6,7 +6,7 @@ How fast, and in how much memory. The first argument says what:
     python bench.py kernel --prefix_len=1000 --n_head=16 --n_kv_head=4 --head_dim=64
     python bench.py decode                                        # a whole model: time per token and cache against length
     python bench.py gap                                           # the trainer's log-probabilities against the sampler's
-    python bench.py train                                         # a training step with carry: memory against length
+    python bench.py train                                         # a training step: memory and tokens/s against length
     python bench.py batching                                      # rows refilled as they finish against static batches
     python bench.py traces --init_from=out-rl-passes/last         # the embedded task at traces of up to 100,000 tokens
 
@@ -452,24 +452,25 @@ def gap():
 
 
 def train():
-    """One step of train_rl.py with carry on one rollout of each length: peak memory above the level before, and seconds."""
+    """One step of train_rl.py on one rollout of each length, with carry and without, passing one window of context or four: peak memory
+    above the level before, and the tokens of the rollout over the seconds."""
     where, kind = device_and_dtype(device, dtype)
-    W, Ts = windows[0] if windows else 512, (16384, 131072) if lengths is None else lengths
+    W, Ts = windows[0] if windows else 512, (4096, 16384) if lengths is None else lengths
     if not Ts or not whole(W, *Ts) or min(Ts) <= prefix_len:
         raise ValueError(f"windows=({W!r},) and lengths={Ts} are whole numbers of at least 1, and lengths above prefix_len={prefix_len}")
     model, table = GPT.from_pretrained(init_from, dtype=kind, device=where), []
     optimizer = training.Optimizer(model, lr=1e-6)
-    for T in (min(Ts), *Ts):                                                          # the first makes the optimizer's moments
+    arms = [(carry, m) for carry in (True, False) for m in (1, 4)]
+    for (carry, m), T in [(arms[0], min(Ts))] + [(arm, T) for arm in arms for T in Ts]:  # the first makes the optimizer's moments
         tokens = torch.randint(model.config.vocab_size, (T,), generator=torch.Generator().manual_seed(0)).tolist()
         episode = train_rl.Episode(tokens[:prefix_len], tokens, [-9.0] * T, [True] * T, "length", advantage=1.0)
-        set_trainer(window=W, context_mult=1, carry=True, micro_batch=1)
-        print(f"{T} tokens".ljust(60), end="\r", file=sys.stderr, flush=True)
+        set_trainer(window=W, context_mult=m, carry=carry, micro_batch=1)
+        print(f"{T} tokens, carry={carry}, context_mult={m}".ljust(60), end="\r", file=sys.stderr, flush=True)
         began = time.perf_counter()
         peak = peak_bytes(lambda e=episode: train_rl.update_policy(model, optimizer, [e], 1e-6), where)
-        table.append(rounded(tokens=T, peak_mb=peak / 1e6, s=time.perf_counter() - began, times_the_first=0.0))
-    for row in table[1:]:
-        row["times_the_first"] = round(row["peak_mb"] / table[1]["peak_mb"], 3)
-    print(f"{init_from} on {where}, {str(kind)[6:]}: one training step with carry, P={prefix_len}, W={W}, context_mult=1")
+        s = time.perf_counter() - began
+        table.append(rounded(carry=carry, context_mult=m, tokens=T, peak_mb=peak / 1e6, s=s, tokens_per_s=T / s))
+    print(f"{init_from} on {where}, {str(kind)[6:]}: one training step, P={prefix_len}, W={W}, loss on the last {W} tokens".ljust(60))
     print_table(table[1:])
     return dict(bench="train", init_from=init_from, P=prefix_len, W=W, table=table[1:])
 

@@ -154,7 +154,8 @@ def generate(model, prompts, max_new_tokens, *, prefix_len=None, window=4096, ro
     def accept(sequences, logits):
         """Choose and record the next token of each of the sequences, given its logits (len(sequences), vocab_size)."""
         logits = wide(logits)
-        logits = (logits - logits.amax(-1, keepdim=True)) / (temperature or 1)        # a tiny temperature must not overflow
+        if temperature > 0:
+            logits = (logits - logits.amax(-1, keepdim=True)) / temperature           # a tiny temperature must not overflow
         u = torch.tensor([draw(s) for s in sequences], dtype=torch.float64)           # which mps does not have
         u = u.to(logits.device, torch.float32 if logits.device.type == "mps" else torch.float64)
         early = [i for i, s in enumerate(sequences) if len(s.completion.tokens) < least[s.index]] if ends else []
@@ -167,7 +168,7 @@ def generate(model, prompts, max_new_tokens, *, prefix_len=None, window=4096, ro
         if thinking is not None:
             chosen = [budget(s, token, thinking, stop_ids) for s, (token, _) in zip(sequences, chosen, strict=True)]
             tokens = torch.tensor([token for token, _ in chosen], device=logits.device)
-        logprobs = (logits.gather(1, tokens[:, None])[:, 0] - logits.exp().sum(-1).log()).tolist()
+        logprobs = logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0].tolist()
         for s, (token, is_forced), logprob in zip(sequences, chosen, logprobs, strict=True):
             done = s.completion
             if math.isnan(logprob):

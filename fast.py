@@ -51,8 +51,9 @@ def compiled_step(**sizes):
         library = f"{folder}/fast.so"
         try:
             # not -ffast-math: gcc then has the library switch off subnormal numbers for the whole process
-            subprocess.run([*compiler, "-O3", "-march=native", *["-mprefer-vector-width=512"][:x86], "-fno-math-errno", "-fno-trapping-math",
-                            "-fno-signed-zeros", "-fassociative-math", "-freciprocal-math", "-fopenmp", "-shared", "-fPIC", *(f"-D{name}={int(value)}" for name, value in sizes.items()),
+            subprocess.run([*compiler, "-O3", "-march=native", *["-mprefer-vector-width=512"][:x86], "-fno-math-errno",
+                            "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math", "-freciprocal-math", "-fopenmp", "-shared",
+                            "-fPIC", *(f"-D{name}={int(value)}" for name, value in sizes.items()),
                             str(Path(__file__).with_name("fast.c")), "-o", library, "-lm"], check=True, capture_output=True, text=True)
         except (OSError, subprocess.CalledProcessError) as error:
             lines = (getattr(error, "stderr", None) or str(error)).strip().splitlines()

@@ -6,13 +6,14 @@ Pictures of what was measured. The first argument says which:
     python figures.py accuracy --data=out-eval/table.csv                             # accuracy against seconds and tokens
     python figures.py times --data=out-eval/samples.jsonl                            # seconds per token along the trace
     python figures.py mismatch --data=gap.txt                                        # after: python bench.py gap > gap.txt
+    python figures.py speed --data=decode.txt                                        # after: python bench.py decode > decode.txt
     python figures.py attention                                                      # what the last token of a trace attends to
     python figures.py receptive --window=64                                          # how far back a changed token is felt
     python figures.py receptive --init_from=out-demo-rl/seed1/rl/last --window=12 --rope=reset \\
         --start="Passes CG AF KB DI EH FJ GK BD HC IA JE from 00 10 00 A"
     python figures.py longtext                                                       # far beyond the positions of the training
 
-The first four read what other scripts left behind, the others measure a model; each function says which figure of the paper
+The first five read what other scripts left behind, the others measure a model; each function says which figure of the paper
 (arXiv 2608.26070) it is. The last line is JSON: the numbers of the picture.
 """
 import sys
@@ -20,7 +21,7 @@ import sys
 out = ""                       # the picture: .png, .svg or .pdf; "" = <figure>.png
 logs = "out-rl/log.csv"        # curve: log.csv of one or more runs, separated by commas
 labels = ""                    # curve: their names, separated by commas; logs of the same name are one line; "" = their folders
-data = ""                      # accuracy: table.csv, times: samples.jsonl, both of eval.py; mismatch: the output of bench.py gap
+data = ""                      # accuracy: table.csv, times: samples.jsonl, both of eval.py; mismatch, speed: the output of bench.py
 init_from = "data/smollm2"     # attention, receptive, longtext: a Hugging Face folder or a hub name
 window: int | None = None      # tokens; None = attention: full attention, receptive: 64, longtext: 1024
 prefix_len: int | None = None  # tokens, P; None = the prompt of a sampled trace, 64 tokens of a text
@@ -222,19 +223,42 @@ def times():
     return dict(figure="times", out=save(fig, "times"), arms=arms)
 
 
-def mismatch():
-    """Fig. 8 of the paper: the mismatch KL between trainer and sampler against the context that the trainer gets, with carry and
-    without, from the last line of bench.py gap. The paper's own values, of another model, stand beside them in grey."""
+def from_bench(what, point):
+    """{line: [(x, y), ...]} from the table in the last line of the output of bench.py, a point(row) -> (line, x, y) of each row."""
     try:
-        result = json.loads(Path(data).read_text(encoding="utf-8").strip().rpartition("\n")[2])
         lines = {}
-        for row in result["table"]:
-            name = f"{row['dtype']}, {'carry' if row['carry'] else 'no carry'}"
-            lines.setdefault(name, []).append((row["context_mult"], float(row["mismatch_kl"])))
+        for row in json.loads(Path(data).read_text(encoding="utf-8").strip().rpartition("\n")[2])["table"]:
+            name, x, y = point(row)
+            lines.setdefault(name, []).append((x, y))
         if not lines:
             raise ValueError
     except (ValueError, KeyError, TypeError):
-        raise ValueError(f"{data}: its last line is not the JSON of bench.py gap") from None
+        raise ValueError(f"{data}: its last line is not the JSON of bench.py {what}") from None
+    return lines
+
+
+def speed():
+    """Time per token against the length of the trace, one row, from the last line of bench.py decode: flat lines and rising ones."""
+    lines = from_bench("decode", lambda row: (row["dtype"], row["rows"], (row["who"], row["tokens"], float(row["ms"]))))
+    fig, axes = panels(1, len(lines), sharey=True)
+    for ax, (kind, points) in zip(axes[0], lines.items(), strict=True):
+        whos = {}
+        for rows, (who, tokens, ms) in points:
+            if rows == 1:
+                whos.setdefault(who, []).append((tokens, ms))
+        for who, line in whos.items():
+            ax.plot(*zip(*sorted(line), strict=True), "o-" if len(line) > 1 else "s", label=who)
+        ax.set(title=kind, xlabel="tokens in the trace", ylabel="ms per token", xscale="log", yscale="log")
+        ax.legend(fontsize="small")
+        lines[kind] = whos
+    return dict(figure="speed", out=save(fig, "speed"), lines=lines)
+
+
+def mismatch():
+    """Fig. 8 of the paper: the mismatch KL between trainer and sampler against the context that the trainer gets, with carry and
+    without, from the last line of bench.py gap. The paper's own values, of another model, stand beside them in grey."""
+    lines = from_bench("gap", lambda row: (f"{row['dtype']}, {'carry' if row['carry'] else 'no carry'}", row["context_mult"],
+                                           float(row["mismatch_kl"])))
     fig, axes = panels(1, 1)
     axes[0, 0].plot(*zip(*PAPER_MISMATCH.items(), strict=True), "o--", color="grey", label="the paper's (Qwen3-1.7B)")
     for name, points in lines.items():
@@ -461,7 +485,8 @@ def longtext():
     return dict(figure="longtext", out=save(fig, "longtext"), init_from=init_from, tokens=T, P=P, W=W, max_len=edge, nats_per_token=table)
 
 
-FIGURES = dict(curve=curve, accuracy=accuracy, times=times, mismatch=mismatch, attention=attention, receptive=receptive, longtext=longtext)
+FIGURES = dict(curve=curve, accuracy=accuracy, times=times, mismatch=mismatch, speed=speed, attention=attention, receptive=receptive,
+               longtext=longtext)
 
 
 def main():
@@ -469,7 +494,7 @@ def main():
         raise ValueError(f"the first argument names the figure, {' or '.join(FIGURES)}, not {_what!r}: python figures.py curve")
     if Path(out or "x.png").suffix not in (".png", ".svg", ".pdf") or not Path(out).parent.is_dir():
         raise ValueError(f"out={out!r}: a .png, .svg or .pdf in a folder that is there")
-    if _what in ("accuracy", "times", "mismatch") and not data:
+    if _what in ("accuracy", "times", "mismatch", "speed") and not data:
         raise ValueError(f"{_what} reads a file of another script: --data=FILE")
     print(json.dumps(FIGURES[_what]()))
 

@@ -177,6 +177,8 @@ def rollout(model, tokenizer, source, numbers, step=0):
     seeds = [sample_seed(n * group_size + k) for n in numbers for k in range(group_size)]
     done = generate(model, prompts, max_new_tokens, prefix_len=prefix_len, window=window, rope=rope, temperature=temperature, top_p=1.0,
                     stop_ids=tokenizer.eos_ids, n_vocab=tokenizer.n_vocab, seed=seeds, rows=rows, on_token=on_token, compile=compile)
+    if model.lm_head.weight.is_cuda:
+        torch.cuda.empty_cache()                                                      # the sampler's cache makes room for the trainer
     groups = []
     for i, (n, problem) in enumerate(zip(numbers, problems, strict=True)):
         group = [Episode(**vars(c), problem=n, step=step) for c in done[i * group_size:(i + 1) * group_size]]

@@ -175,6 +175,22 @@ def test_mismatch(keys, drawn):
             figures.mismatch()
 
 
+def test_speed(keys, drawn):
+    table = [dict(dtype=kind, who=who, rows=rows, tokens=tokens, ms=ms) for kind, who, rows, tokens, ms in
+             (("bfloat16", "ours", 1, 8192, 15.0), ("bfloat16", "ours", 1, 4296, 14.0), ("bfloat16", "ours", 8, 4296, 60.0),
+              ("bfloat16", "llama.cpp", 1, 4296, 21.0), ("float32", "ours", 1, 4296, 20.0))]
+    keys(json.dumps(dict(bench="decode", table=table)))
+    assert figures.speed()["lines"] == {"bfloat16": {"ours": [(8192, 15.0), (4296, 14.0)], "llama.cpp": [(4296, 21.0)]},
+                                        "float32": {"ours": [(4296, 20.0)]}}
+    half, single = drawn[0].axes
+    assert [line.get_xydata().tolist() for line in half.lines] == [[[4296, 14], [8192, 15]], [[4296, 21]]] and len(single.lines) == 1
+    assert half.get_xscale() == half.get_yscale() == "log" and half.get_title() == "bfloat16"
+    for text in ("", "no json", '{"bench": "gap"}', '{"table": []}', '{"table": [{"dtype": "float32"}]}'):
+        keys(text)
+        with pytest.raises(ValueError, match="its last line is not the JSON of bench.py decode"):
+            figures.speed()
+
+
 def test_command_line(tmp_path, keys):
     def call(*args):
         return subprocess.run([sys.executable, ROOT / "figures.py", *args], cwd=tmp_path, text=True, capture_output=True)
