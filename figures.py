@@ -241,16 +241,18 @@ def speed():
     """Time per token against the length of the trace, one row, from the last line of bench.py decode: flat lines and rising ones."""
     lines = from_bench("decode", lambda row: (row["dtype"], row["rows"], (row["who"], row["tokens"], float(row["ms"]))))
     fig, axes = panels(1, len(lines), sharey=True)
+    colours = {who: f"C{i}" for i, who in enumerate(dict.fromkeys(who for points in lines.values() for _, (who, _, _) in points))}
     for ax, (kind, points) in zip(axes[0], lines.items(), strict=True):
         whos = {}
         for rows, (who, tokens, ms) in points:
             if rows == 1:
                 whos.setdefault(who, []).append((tokens, ms))
         for who, line in whos.items():
-            ax.plot(*zip(*sorted(line), strict=True), "o-" if len(line) > 1 else "s", label=who)
+            ax.plot(*zip(*sorted(line), strict=True), "o-" if len(line) > 1 else "s", color=colours[who], label=who)
         ax.set(title=kind, xlabel="tokens in the trace", ylabel="ms per token", xscale="log", yscale="log")
-        ax.legend(fontsize="small")
         lines[kind] = whos
+    by_name = {line.get_label(): line for ax in axes[0] for line in ax.lines}
+    fig.legend(by_name.values(), by_name, loc="outside lower center", ncols=4)
     return dict(figure="speed", out=save(fig, "speed"), lines=lines)
 
 
