@@ -11,12 +11,14 @@ TORCH ?=
 BIN = .venv/bin
 PIP = $(BIN)/python -m pip install -q --disable-pip-version-check
 MODEL = data/smollm2/config.json
+# whether there is a C compiler with OpenMP, for fast.c
+COMPILES = $(shell echo 'int x;' | $${CC:-cc} -fopenmp -x c -c - -o /dev/null 2>/dev/null && echo True || echo False)
 
 .PHONY: demo demo-rl demo-eval test lint aot clean
 .DELETE_ON_ERROR:
 
 demo: .venv/run $(MODEL)
-	$(BIN)/python sample.py config/sample_smollm2_cpu.py
+	$(BIN)/python sample.py config/sample_smollm2_cpu.py --compile=$(COMPILES)
 
 DEMO = out-demo-rl/seed$(SEED)
 SEED = 1

@@ -57,6 +57,7 @@ configure(globals())
 
 import ctypes
 import json
+import shutil
 import threading
 import time
 import types
@@ -371,6 +372,8 @@ def decode_in(where, kind, P, W, Ts):
     print("".join(f"left out: {line}\n" for line in left_out))
     for llama in closing:
         llama.close()
+    if closing and not gguf:
+        shutil.rmtree(file.parent)
     return table, prefill
 
 

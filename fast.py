@@ -46,20 +46,21 @@ class Layer(ctypes.Structure):
 @functools.cache
 def compiled_step(**sizes):
     """step() of fast.c for a model of these sizes. Raises ValueError if it cannot be compiled."""
-    compiler, x86 = shlex.split(os.environ.get("CC", "cc")), platform.machine() in ("x86_64", "AMD64")
+    given, x86 = os.environ.get("CC", ""), platform.machine() in ("x86_64", "AMD64")
     with tempfile.TemporaryDirectory() as folder:
         library = f"{folder}/fast.so"
         try:
             # not -ffast-math: gcc then has the library switch off subnormal numbers for the whole process
-            subprocess.run([*compiler, "-O3", "-march=native", *["-mprefer-vector-width=512"][:x86], "-fno-math-errno",
-                            "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math", "-freciprocal-math", "-fopenmp", "-shared",
-                            "-fPIC", *(f"-D{name}={int(value)}" for name, value in sizes.items()),
+            subprocess.run([*(shlex.split(given) or ["cc"]), "-O3", "-march=native", *["-mprefer-vector-width=512"][:x86],
+                            "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math", "-freciprocal-math",
+                            "-fopenmp", "-shared", "-fPIC", *(f"-D{name}={int(value)}" for name, value in sizes.items()),
                             str(Path(__file__).with_name("fast.c")), "-o", library, "-lm"], check=True, capture_output=True, text=True)
-        except (OSError, subprocess.CalledProcessError) as error:
+            step = ctypes.CDLL(library).step                                          # loaded: the file may go
+        except (OSError, ValueError, subprocess.CalledProcessError) as error:
             lines = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
             why = next((line for line in lines if "error" in line), lines[0])
-            raise ValueError(f"compile=True needs a C compiler with OpenMP, gcc 12 or later: {compiler[0]} says {why!r}") from None
-        step = ctypes.CDLL(library).step                                              # loaded: the file may go
+            raise ValueError("compile=True needs a C compiler with OpenMP, gcc 12 or later, compile=False none: "
+                             f"{given or 'cc'} says {why!r}") from None
     step.argtypes = [POINTER] * 4 + [Matrix] + [POINTER] * 4 + [ctypes.c_int] * 3 + [ctypes.c_float] * 2
     step.restype = None
     return step
@@ -73,8 +74,8 @@ def quantize(weight):
 
 class CompiledStep:
     """Steps of a model on the rows of a cache, by fast.c. int8: with matrices rounded to int8 as they are now, at half of bfloat16's
-    bytes; else the weights are those of the model, also after an update in place. compile_s: what compiling took, in seconds.
-    Raises ValueError for a model that fast.c does not take."""
+    bytes; else the weights are those of the model, also after an update in place (one that moves to other memory needs a new step).
+    compile_s: what compiling took, in seconds. Raises ValueError for a model that fast.c does not take."""
 
     def __init__(self, model, cache, rope="continue", int8=False):
         c, dtype, began = model.config, model.lm_head.weight.dtype, time.perf_counter()
@@ -82,6 +83,8 @@ class CompiledStep:
         if odd or dtype not in (torch.float32, torch.bfloat16):
             raise ValueError("compile=True on a CPU takes float32 or bfloat16, and n_embd, head_dim and n_inner in multiples of 16, not "
                              + ", ".join([f"{name}={getattr(c, name)}" for name in odd] or [str(dtype)]))
+        if cache.k[0].dtype != dtype:
+            raise ValueError(f"the cache is {cache.k[0].dtype}, the model {dtype}")
         self.model, self.cache, self.kept = model, cache, []
         self.step = compiled_step(C=c.n_embd, H=c.n_head, HKV=c.n_kv_head, D=c.head_dim, I=c.n_inner, BF16=dtype == torch.bfloat16,
                                   INT8=int8)
@@ -99,24 +102,24 @@ class CompiledStep:
                 setattr(layer, *((name.split(".")[-2], matrix(p)) if p.dim() == 2 else (name, pointer(p))))
             layer.keys, layer.values, layer.slots = pointer(keys), pointer(values), keys.size(2)
             layer.window = w if rope == "reset" and w is not None else 0
-            layer.slot_heads = cache.heads if cache.held else 1
+            layer.slot_heads = cache.heads if cache.held and w is not None else 1
         self.norm, self.head = pointer(model.model.norm.weight), matrix(model.lm_head.weight)
         tasks = max(k.size(2) for k in cache.k) // CHUNK + 1
         each = c.n_embd + 4 * c.n_head * c.head_dim + 2 * max(c.n_inner, c.n_kv_head * c.head_dim) + tasks * c.n_head * (c.head_dim + 2)
-        self.room = torch.empty(cache.batch_size * each)
+        self.room = torch.empty(cache.batch_size * each, dtype=torch.float32, device="cpu")
         self.compile_s = time.perf_counter() - began
 
     @torch.no_grad()
     def __call__(self, idx, rows=slice(None)):
         """The logits (rows, vocab_size) float32 behind the tokens idx (rows, 1), with which the first so many rows of the cache go on."""
         cache, model, c = self.cache, self.model, self.model.config
-        if not isinstance(rows, slice) or rows.start or rows.step:
-            raise ValueError(f"rows={rows}: a compiled step takes the first so many rows, a slice(n)")
+        if not isinstance(rows, slice) or range(cache.batch_size)[rows] != range(len(idx)):
+            raise ValueError(f"rows={rows} for {len(idx)} tokens: a compiled step takes the first so many rows, a slice(n)")
         pos, x = cache.advance(1, rows), wide(model.model.embed_tokens(idx[:, 0])).clone()            # (rows, 1), (rows, n_embd)
         plans = {w: (slot.contiguous(), valid) for w, (slot, valid) in cache.plans.items()}
         for layer, w in zip(self.layers, cache.windows, strict=True):
             layer.slot, layer.valid = plans[w][0].data_ptr(), plans[w][1].data_ptr()
-        logits = torch.empty(len(idx), c.vocab_size)
+        logits = torch.empty(len(idx), c.vocab_size, dtype=torch.float32, device="cpu")
         self.step(x.data_ptr(), logits.data_ptr(), ctypes.addressof(self.layers), self.norm, self.head,
                   pos.data_ptr(), cache.prefix_len.data_ptr(), model.freqs.data_ptr(), self.room.data_ptr(),
                   len(idx), c.n_layer, c.vocab_size, model.rope_factor, c.norm_eps)

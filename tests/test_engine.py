@@ -10,7 +10,7 @@ from util import tiny_gpt
 
 from engine import Thinking, generate, sample
 from model import rotate
-from sliding_cache import SlidingCache
+from sliding_cache import SlidingCache, mix, uniform
 
 
 def tokens(seed, *shape):
@@ -537,6 +537,17 @@ def test_logprobs_of_a_bfloat16_model_are_float32():
     c = generate(model, [PROMPTS[1]], 12, window=4, temperature=0.7)[0]
     logits = model(torch.tensor([c.prompt]), len(c.prompt), 4)[0, -1].float()
     assert abs(c.logprobs[0] - (logits / 0.7).log_softmax(-1)[c.tokens[0]].item()) < 1e-5
+
+
+def test_every_token_has_the_number_of_its_own_index():
+    """With equal logits a token is its number times the size of the vocabulary. More tokens than are hashed at once."""
+    model = tiny_gpt(tied=False)
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+    done = generate(model, [[1], [2]], 600, window=4, temperature=1.0, top_p=1.0, seed=3)
+    for i, c in enumerate(done):
+        u = uniform(mix(torch.tensor(3), i), torch.arange(600))
+        assert c.tokens == (u * model.config.vocab_size).long().tolist()
 
 
 def test_logits_that_are_not_finite_are_named():

@@ -1,5 +1,9 @@
 """fast.py against the plain step that it replaces: the same logits, the same cache, the same tokens; and counts of what it calls."""
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -78,13 +82,38 @@ def test_compiled_equals_plain_property(data):
 def test_more_slots_than_a_task_takes():
     """Windows that are divided among several tasks, some of them empty, and a last one that is cut off."""
     model = fast_gpt(n_layer=1)
-    compare(CompiledStep, model, lambda: filled(model, 2, [5, 300], 1400, [7, 390]), "reset", [2] * 3, 1e-5)
-    assert 1700 > 3 * fast.CHUNK  # or else this tests nothing
+    for P, W, lengths in (([5, 300], 1400, [7, 390]), ([5, 600], 300, [7, 1300])):    # the second: a prefix of more than one task
+        compare(CompiledStep, model, lambda P=P, W=W, n=lengths: filled(model, 2, P, W, n), "reset", [2] * 3, 1e-5)
+        assert max(P) + W > fast.CHUNK  # or else this tests nothing
+
+
+def test_scores_far_apart_and_far_below_zero():
+    """Weights of exp(-1000), a largest score of -1000, gates of -1000."""
+    model = fast_gpt()
+    with torch.no_grad():
+        for block in model.model.layers:
+            block.self_attn.q_proj.weight.mul_(100)
+            block.mlp.gate_proj.weight.mul_(100)
+    compare(CompiledStep, model, lambda: filled(model, 3, 4, 16, [40, 3, 9]), "continue", [3] * 8, 2e-3)
+    cache = filled(model, 1, 1, 1, [1])                                               # one key, whose score may be anything
+    compare(CompiledStep, model, lambda: filled(model, 4, 1, 1, [1, 2, 3, 4]), "continue", [4] * 8, 2e-3)
+    assert cache.lengths == [1]
+
+
+def test_several_threads_do_not_get_in_each_others_way():
+    """In a process of its own: how many threads there are is decided at its start."""
+    code = ("import sys; sys.path[:0] = ['.', 'tests']\nfrom test_fast import *\nmodel = fast_gpt(n_inner=512, vocab_size=500)\n"
+            "for _ in range(10): compare(CompiledStep, model, lambda: filled(model, 5, 4, [16, 600, None], [40, 3, 9, 20, 300]), 'reset', "
+            "[5, 3, 1, 5] * 3, 2e-5)\nprint(torch.get_num_threads())")
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | dict(OMP_NUM_THREADS="4"), text=True, capture_output=True,
+                          cwd=Path(__file__).parent.parent)
+    assert done.returncode == 0 and int(done.stdout) > 1, done.stderr[-2000:]         # at most as many as there are cores
 
 
 def test_random_eviction_overwrites_the_same_slots():
     model = fast_gpt()
-    compare(CompiledStep, model, lambda: filled(model, 2, [3, 4], 8, [20, 5], evict="random"), "continue", [2] * 12, 1e-5)
+    for windows in (8, [8, None, 30]):
+        compare(CompiledStep, model, lambda w=windows: filled(model, 2, [3, 4], w, [20, 5], evict="random"), "continue", [2] * 12, 1e-5)
 
 
 def test_bfloat16_rounds_once_where_plain_rounds_at_every_step():
@@ -139,7 +168,7 @@ def test_the_step_sees_an_update_of_the_weights():
 
 
 @pytest.mark.parametrize("how", [{}, dict(rope="reset"), dict(prefix_len=0), dict(window=None), dict(evict="random"),
-                                 dict(temperature=0.0), dict(top_p=0.8, top_k=20)], ids=str)
+                                 dict(evict="random", window=None), dict(temperature=0.0), dict(top_p=0.8, top_k=20)], ids=str)
 def test_generate_draws_the_same_tokens(how):
     """Sequences of several lengths through fewer rows than there are of them, so that rows are refilled and moved."""
     model = fast_gpt()
@@ -293,15 +322,23 @@ def test_bad_input_gets_one_line(monkeypatch):
                         (fast_gpt(dtype=torch.float64), "float64")):
         with pytest.raises(ValueError, match=says):
             CompiledStep(wrong, SlidingCache(wrong.config, 1, 3, 8))
-    for rows in ([0], slice(1, 2)):
+    with pytest.raises(ValueError, match="the cache is torch.bfloat16, the model torch.float32"):
+        CompiledStep(model, SlidingCache(model.config, 1, 3, 8, dtype=torch.bfloat16))
+    for rows in ([0], slice(1, 2), slice(2)):
         with pytest.raises(ValueError, match="first so many rows"):
             CompiledStep(model, cache)(torch.zeros(1, 1, dtype=torch.long), rows)
-    for compiler in ("no-such-compiler", "false"):
+    for compiler in ("no-such-compiler", "false", "true", '"x'):
         monkeypatch.setenv("CC", compiler)
         fast.compiled_step.cache_clear()
         with pytest.raises(ValueError, match=f"compile=True needs a C compiler.*{compiler}"):
             generate(model, [[1]], 3, compile=True)
+    monkeypatch.setenv("CC", " ")                                                    # as good as none
     fast.compiled_step.cache_clear()
+    torch.set_default_dtype(torch.float64)                                            # is no business of C's
+    try:
+        assert len(generate(model, [[1]], 3, compile=True)[0].tokens) == 3
+    finally:
+        torch.set_default_dtype(torch.float32)
     monkeypatch.setattr(type(model.lm_head.weight), "device", torch.device("meta"), raising=False)
     with pytest.raises(ValueError, match="compile=True is for a CPU or CUDA, not for meta"):
         fast.fast_step(model, cache, "continue")
