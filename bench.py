@@ -71,7 +71,7 @@ import train_rl
 import training
 from attn_kernel import decode_attention, flex_block_mask, flex_compiled, prefix_sliding_attention, visible
 from engine import generate
-from fast import fast_step
+from fast import fast_step, plain_step
 from model import GPT, GPTConfig, device_and_dtype
 from sliding_cache import SlidingCache, free_bytes, peak_bytes as memory_peak, row_bytes
 from tasks import DAY, load_task
@@ -375,10 +375,6 @@ def decode_in(where, kind, P, W, Ts):
     if closing and not gguf:
         shutil.rmtree(file.parent)
     return table, prefill
-
-
-def plain_step(model, cache):
-    return lambda token: model.lm_head(model.features(token, cache=cache)[:, 0])
 
 
 def take_turns(steps, where, turns, name):

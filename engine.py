@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 import torch
 
 from attn_kernel import wide
-from fast import fast_step
+from fast import fast_step, plain_step
 from sliding_cache import SlidingCache, free_bytes, layer_windows, mix, row_bytes, uniform
 
 POLICIES = {  # what each of the family means for generate(); prefix_sliding is its defaults
@@ -141,9 +141,6 @@ def generate(model, prompts, max_new_tokens, *, prefix_len=None, window=4096, ro
         stats["prefill_s"] += time.perf_counter() - start
         return first_logits[key] if still_to_come[key] else first_logits.pop(key)
 
-    def plain_step(idx, rows):
-        return model.lm_head(model.features(idx, rope=rope, cache=cache, rows=rows)[:, 0])
-
     def draw(s):
         """The uniform number for the next token of a sequence; they are hashed many at once."""
         n = len(s.completion.tokens)
@@ -193,7 +190,7 @@ def generate(model, prompts, max_new_tokens, *, prefix_len=None, window=4096, ro
                 return s
         return None
 
-    step = fast_step(model, cache, rope, int8) if compile or int8 else plain_step
+    step = fast_step(model, cache, rope, int8) if compile or int8 else plain_step(model, cache, rope)
     stats["compile_s"] = getattr(step, "compile_s", 0.0)
     running = []
     while len(running) < n_rows and (s := admit(len(running))):

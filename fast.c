@@ -4,7 +4,8 @@
 // The time of a step is that of reading the weights and the keys once, if everything else keeps out of the way: so weights are read
 // in order, as they lie in PyTorch's tensors, 16 outputs at a time; sums are float32, 16 lanes wide; and one parallel region spans
 // the step. Defined by the caller: C = n_embd, H, HKV = heads, D = head_dim, I = n_inner, all but the heads multiples of 16;
-// BF16 = whether the model is bfloat16 or float32; INT8 = whether its matrices are int8 with a scale per output.
+// BF16 = whether the model is bfloat16 or float32; INT8 = whether its matrices are int8 with a scale per output;
+// CHUNK = slots per task of the attention.
 #if __AVX512F__
 #include <immintrin.h>
 #endif
@@ -15,7 +16,6 @@
 #define LANES 16
 #define G (H / HKV)           // query heads per key head
 #define WIDE (I > HKV * D ? I : HKV * D)
-#define CHUNK 512             // slots per task of the attention
 #define PART (G * (D + 2))    // floats that a task leaves: weighted values, then per head the largest score and the sum of weights
 
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));

