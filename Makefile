@@ -11,7 +11,7 @@ TORCH ?=
 BIN = .venv/bin
 PIP = $(BIN)/python -m pip install -q --disable-pip-version-check
 MODEL = data/smollm2/config.json
-# whether there is a C compiler with OpenMP, for fast.c
+# whether there is a C compiler with OpenMP, for fast/step.c
 COMPILES = $(shell echo 'int x;' | $${CC:-cc} -fopenmp -x c -c - -o /dev/null 2>/dev/null && echo True || echo False)
 
 .PHONY: demo demo-rl demo-eval test lint aot clean
@@ -29,7 +29,7 @@ demo-rl: .venv/run
 	rm -rf $(DEMO)
 	$(BIN)/python train_sft.py config/sft_passes.py --out_dir=$(DEMO)/sft --seed=$(SEED)
 	$(BIN)/python train_rl.py config/rl_passes.py --init_from=$(DEMO)/sft/last --out_dir=$(DEMO)/rl --seed=$(SEED)
-	$(BIN)/python figures.py curve --logs=$(DEMO)/rl/log.csv --labels="seed $(SEED)" --out=$(DEMO)/curve.png
+	$(BIN)/python -m lab.figures curve --logs=$(DEMO)/rl/log.csv --labels="seed $(SEED)" --out=$(DEMO)/curve.png
 	$(BIN)/python sample.py config/sample_passes.py --init_from=$(DEMO)/rl/last
 
 demo-eval: export OMP_NUM_THREADS = 1

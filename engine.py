@@ -26,9 +26,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from attn_kernel import wide
-from fast import fast_step, plain_step
-from sliding_cache import SlidingCache, free_bytes, layer_windows, mix, row_bytes, uniform
+from attention import upcast
+from device import free_bytes
+from fast.step import fast_step, plain_step
+from sliding_cache import SlidingCache, layer_windows, mix, row_bytes, uniform
 
 POLICIES = {  # what each of the family means for generate(); prefix_sliding is its defaults
     "prefix_sliding": {}, "full": dict(window=None), "sliding": dict(prefix_len=0), "streaming": dict(prefix_len=4, rope="reset"),
@@ -96,7 +97,7 @@ def generate(model, prompts, max_new_tokens, *, prefix_len=None, window=4096, ro
     n_vocab: ids from here on (padding of the embedding) are never drawn; None = vocab_size.
     rows: how many sequences run at once; None = all, or as many as fit the memory. on_token(i, token): called once per token.
     stats: a dict that receives cache_bytes, rows, prefills, prefill_s, decode_steps, decode_s, compile_s (seconds).
-    compile: take the steps by fast.py, which compiles for some seconds first. int8: do so, with weights of 8 bits, on a CPU.
+    compile: take the steps by fast/step.py, which compiles for some seconds first. int8: do so, with weights of 8 bits, on a CPU.
     Raises ValueError for arguments out of range, and for a cache that does not fit the memory.
     """
     n, config, weight = len(prompts), model.config, model.lm_head.weight
@@ -150,7 +151,7 @@ def generate(model, prompts, max_new_tokens, *, prefix_len=None, window=4096, ro
 
     def accept(sequences, logits):
         """Choose and record the next token of each of the sequences, given its logits (len(sequences), vocab_size)."""
-        logits = wide(logits)
+        logits = upcast(logits)
         if temperature > 0:
             logits = (logits - logits.amax(-1, keepdim=True)) / temperature           # a tiny temperature must not overflow
         u = torch.tensor([draw(s) for s in sequences], dtype=torch.float64)           # which mps does not have

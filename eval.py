@@ -44,7 +44,7 @@ template_args = {}                # further arguments of the chat template, such
 temperature = 0.6                 # >= 0
 top_p = 0.95                      # 0 < top_p <= 1
 rows: int | None = None           # samples that run at once; None = all, or as many as fit the memory
-compile = False                   # True: faster steps by fast.py, after some seconds of compiling (on a CPU: by a C compiler)
+compile = False                   # True: faster steps by fast/step.py, after some seconds of compiling (on a CPU: by a C compiler)
 carry_first = 0                   # last_k: first new tokens that stay (Delethink: 100)
 carry_last = 256                  # last_k: last tokens that stay, k
 summary_tokens = 256              # summary: most tokens of a summary
@@ -75,11 +75,12 @@ from pathlib import Path
 
 import numpy as np
 
-import figures
-from bench import print_table, rounded
+import lab.figures as figures
 from checkpoint import MODEL_FILES, fingerprint, local_folder, read_json, replacing
+from device import device_and_dtype
 from engine import POLICIES, Thinking, generate
-from model import GPT, GPTConfig, device_and_dtype
+from lab.bench import print_table, rounded
+from model import GPT, GPTConfig
 from sliding_cache import hashed, layer_windows, row_bytes
 from tasks import load_task, prompt_ids, text_of
 from tokenizer import load_tokenizer

@@ -23,7 +23,8 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from attn_kernel import decode_attention, prefix_sliding_attention, wide
+from attention import upcast
+from attn_kernel import decode_attention, prefix_sliding_attention
 from checkpoint import MODEL_FILES, local_folder, read_json, read_weights, replacing
 from sliding_cache import layer_windows
 
@@ -135,24 +136,6 @@ class GPTConfig:
         return d | ({"tokenizer": self.tokenizer} if self.tokenizer else {})
 
 
-def device_and_dtype(device="auto", dtype="auto"):
-    """The torch device and dtype that two configuration strings mean. "auto" is cuda, then mps, then cpu; and bfloat16 where the
-    hardware has it (CUDA capability 8.0 and up), else float32. Raises ValueError for what this machine does not have."""
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    try:
-        device = torch.device(device)
-        torch.empty(1, device=device).item()                                          # fails on "meta" as well
-    except (RuntimeError, AssertionError) as error:  # torch built without CUDA asserts
-        raise ValueError(f"device={str(device)!r} cannot be used here: {str(error).splitlines()[0]}") from None
-    names = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
-    if dtype == "auto":
-        dtype = "bfloat16" if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0) else "float32"
-    if dtype not in names:
-        raise ValueError(f"dtype={dtype!r}: one of auto, {', '.join(names)}")
-    return device, names[dtype]
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # rotary position embeddings
 
@@ -210,7 +193,7 @@ class RMSNorm(nn.Module):
         self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
 
     def forward(self, x):
-        y = wide(x)
+        y = upcast(x)
         y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * y.to(x.dtype)
 

@@ -29,7 +29,7 @@ min_think = 0                     # tokens of thinking before </think> is accept
 max_think = -1                    # tokens of thinking after which </think> is forced; -1 = unlimited
 wait_text = "Wait"                # what stands in for a </think> that came too early
 seed = 1337                       # any int; sample i draws from the stream (seed, i)
-compile = False                   # True: faster steps by fast.py, after some seconds of compiling (on a CPU: by a C compiler)
+compile = False                   # True: faster steps by fast/step.py, after some seconds of compiling (on a CPU: by a C compiler)
 int8 = False                      # True: compile, with matrices in 8 bits; on a CPU
 show = False                      # redraw the terminal: prefix in colour, window bright, dropped tokens dim
 device = "auto"                   # auto (cuda, then mps, then cpu) | cpu | cuda | cuda:1 | mps
@@ -44,9 +44,10 @@ import shutil
 import sys
 import unicodedata
 
+from device import device_and_dtype, peak_bytes
 from engine import POLICIES, Thinking, generate
-from model import GPT, device_and_dtype
-from sliding_cache import peak_bytes, row_bytes
+from model import GPT
+from sliding_cache import row_bytes
 from tasks import Problem, prompt_ids
 from tokenizer import TextStream, load_tokenizer
 

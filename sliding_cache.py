@@ -14,13 +14,10 @@ refilled while the others go on. That is what continuous batching in engine.py r
 
 Left out on purpose: paging. A row costs (P + W) slots from its first token on, however few it uses.
 """
-import resource
-import sys
-
-import psutil
 import torch
 
-from attn_kernel import check_window
+from attention import check_window
+from device import free_bytes
 
 
 def layer_windows(config, window):
@@ -63,21 +60,6 @@ def row_bytes(config, windows, max_prefix, max_len, dtype):
     """Bytes of one row of a cache: keys and values of every layer, max_prefix + W slots each, max_len where there is no window."""
     slots = sum(max_len if w is None else max_prefix + w for w in windows)
     return 2 * slots * config.n_kv_head * config.head_dim * dtype.itemsize
-
-
-def free_bytes(device):
-    """Bytes of memory that are free on a device now, with what PyTorch holds there for later use."""
-    device = torch.device(device)
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return psutil.virtual_memory().available
-
-
-def peak_bytes(device):
-    """The most memory of a device that this process has had in use, and what kind of memory that is."""
-    if torch.device(device).type == "cuda":
-        return torch.cuda.max_memory_allocated(device), "CUDA memory"
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024), "resident"
 
 
 class SlidingCache:

@@ -41,7 +41,7 @@ window: int | list | None = 2048  # tokens, the current one included; None = ful
 prefix_len: int | None = None     # tokens kept for good; None = the whole prompt
 rope = "continue"                 # continue: absolute positions | reset: close the gap behind the prefix
 rows: int | None = None           # completions sampled at once; None = as many as fit the memory
-compile = False                   # True: faster sampling by fast.py, after some seconds of compiling (on a CPU: by a C compiler)
+compile = False                   # True: faster sampling by fast/step.py, after some seconds of compiling (on a CPU: by a C compiler)
 filter_groups = True              # drop groups without signal and draw others
 max_draws = 4                     # most draws to fill a batch
 async_level = 0                   # how many steps old the sampling policy is; 0 = on policy
@@ -97,9 +97,10 @@ import torch
 
 import training
 from checkpoint import local_folder
+from device import device_and_dtype, free_bytes, peak_bytes
 from engine import Completion, generate
-from model import GPT, device_and_dtype
-from sliding_cache import SlidingCache, free_bytes, hashed, layer_windows, peak_bytes, row_bytes
+from model import GPT
+from sliding_cache import SlidingCache, hashed, layer_windows, row_bytes
 from tasks import ask_for_length, between, check_reward, load_task, prompt_ids, reward_parts, text_of
 from tokenizer import TOKENIZER_FILES, load_tokenizer
 

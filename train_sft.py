@@ -51,7 +51,8 @@ import torch
 
 import training
 from checkpoint import local_folder
-from model import GPT, GPTConfig, device_and_dtype
+from device import device_and_dtype
+from model import GPT, GPTConfig
 from tasks import load_task, prompt_ids, write_passes_tokenizer
 from tokenizer import TOKENIZER_FILES, load_tokenizer
 

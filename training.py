@@ -29,7 +29,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.utils.checkpoint import checkpoint
 
-from attn_kernel import wide
+from attention import upcast
 from checkpoint import read_json, replacing
 from configurator import require, settings
 from tokenizer import TOKENIZER_FILES
@@ -42,7 +42,7 @@ def token_logprobs(x, head, targets, temperature=1.0):
     and targets (n,). A few positions at a time, and their logits are computed anew in the backward: all (n, vocab_size) never exist at
     once. The entropy carries no gradient."""
     def piece(x, head, targets):
-        logp = (wide(x @ head.T) / temperature).log_softmax(-1)                       # (chunk, vocab_size)
+        logp = (upcast(x @ head.T) / temperature).log_softmax(-1)                       # (chunk, vocab_size)
         return logp.gather(1, targets[:, None])[:, 0], -(logp.detach().exp() * logp.detach()).sum(-1)
 
     size = max(LOGITS // head.size(0), 1)

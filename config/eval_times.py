@@ -1,6 +1,6 @@
 # Seconds per token along traces of 16,384 tokens, by the model of make demo-rl, whatever it says: flat, growing, or a saw.
 #     python eval.py config/eval_times.py
-#     python figures.py times --data=out-times/samples.jsonl
+#     python -m lab.figures times --data=out-times/samples.jsonl
 # Hardware: a CPU. Time: 6 minutes of one core (OMP_NUM_THREADS=1). Expected: full attention takes 3.5 times as long as prefix_sliding.
 init_from = "out-demo-rl/seed1/rl/last"
 out_dir = "out-times"

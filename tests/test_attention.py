@@ -10,8 +10,9 @@ from conftest import ROOT
 from hypothesis import given, settings, strategies as st
 from util import naive_attention
 
-import attn_kernel
-from attn_kernel import decode_attention, is_inner, key_tiles, prefix_sliding_attention, visible
+import attention
+from attention import is_inner, key_tiles, visible
+from attn_kernel import decode_attention, prefix_sliding_attention
 
 
 def mask(T, P, W):
@@ -48,7 +49,7 @@ CASES = [  # B, H, Hkv, Tq, Tk, D, P, W, q_start, q_prefix
 @pytest.mark.parametrize("case", CASES)
 def test_paths_equal_loops(case, impl, tile, monkeypatch):
     B, H, Hkv, Tq, Tk, D, P, W, start, with_prefix = case
-    monkeypatch.setattr(attn_kernel, "TILE", tile)
+    monkeypatch.setattr(attention, "TILE", tile)
     q, k, v, q_prefix = random_inputs(1, B, H, Hkv, Tq, Tk, D)
     q_prefix = q_prefix if with_prefix else None
     P = torch.tensor(P) if isinstance(P, list) else P
@@ -59,7 +60,7 @@ def test_paths_equal_loops(case, impl, tile, monkeypatch):
 
 @pytest.mark.parametrize("T", [1, 15, 17, 63, 65, 130])
 def test_odd_lengths(T, monkeypatch):
-    monkeypatch.setattr(attn_kernel, "TILE", 16)
+    monkeypatch.setattr(attention, "TILE", 16)
     q, k, v, q_prefix = random_inputs(T, 1, 4, 2, T, T, 8)
     for P, W in ((0, 1), (5, 16), (T + 3, 2), (0, 40), (3, None)):
         y = prefix_sliding_attention(q, k, v, P, W, q_prefix=q_prefix, impl="torch")
@@ -68,7 +69,7 @@ def test_odd_lengths(T, monkeypatch):
 
 def test_gradients_equal_those_of_the_dense_mask(monkeypatch):
     """A backward under another mask than the forward passes every forward test: prefix keys collect from all later queries."""
-    monkeypatch.setattr(attn_kernel, "TILE", 16)
+    monkeypatch.setattr(attention, "TILE", 16)
     for P, W, start in ((torch.tensor([4, 0]), 5, None), (torch.tensor([30, 7]), 3, torch.tensor([20, 8])), (2, None, None)):
         inputs = [t.requires_grad_() for t in random_inputs(3, 2, 4, 2, 50, 70, 6)]
         q, k, v, q_prefix = inputs
@@ -81,7 +82,7 @@ def test_gradients_equal_those_of_the_dense_mask(monkeypatch):
 
 
 def test_gradients_by_finite_differences(monkeypatch):
-    monkeypatch.setattr(attn_kernel, "TILE", 4)
+    monkeypatch.setattr(attention, "TILE", 4)
     inputs = [t.requires_grad_() for t in random_inputs(5, 1, 2, 1, 9, 9, 4)]
     assert torch.autograd.gradcheck(lambda q, k, v, qp: prefix_sliding_attention(q, k, v, 2, 3, q_prefix=qp, impl="torch"), inputs)
 
@@ -131,8 +132,8 @@ def test_tile_ranges(T, P, W, tile):
 def test_tiles_per_query_do_not_grow_with_length(monkeypatch):
     """Time linear in T, as a count: the (query, key) pairs that the block-sparse path computes."""
     sizes = []
-    attend = attn_kernel._attend
-    monkeypatch.setattr(attn_kernel, "_attend", lambda q, k, *rest: sizes.append(q.size(2) * k.size(2)) or attend(q, k, *rest))
+    attend = attention._attend
+    monkeypatch.setattr(attention, "_attend", lambda q, k, *rest: sizes.append(q.size(2) * k.size(2)) or attend(q, k, *rest))
     pairs = {}
     for T in (1024, 2048, 4096):
         sizes.clear()
@@ -140,7 +141,7 @@ def test_tiles_per_query_do_not_grow_with_length(monkeypatch):
         prefix_sliding_attention(q, q, q, 40, 100, impl="torch")
         pairs[T] = sum(sizes)
     assert pairs[4096] - pairs[2048] == 2 * (pairs[2048] - pairs[1024])
-    assert pairs[4096] <= 4096 * (40 + 100 + 3 * attn_kernel.TILE)
+    assert pairs[4096] <= 4096 * (40 + 100 + 3 * attention.TILE)
 
 
 def test_nothing_quadratic_is_kept_for_the_backward():
@@ -209,7 +210,7 @@ def test_wrong_decode_inputs_are_named():
 
 def test_map_on_the_command_line():
     def call(*args):
-        return subprocess.run([sys.executable, "attn_kernel.py", *args], cwd=ROOT, capture_output=True, text=True)
+        return subprocess.run([sys.executable, "attention.py", *args], cwd=ROOT, capture_output=True, text=True)
 
     out = call("40", "8", "12").stdout
     assert "  20 ########.############..................." in out and "  32 #.+++" in out and "14 of 25 tiles visited" in out

@@ -1,4 +1,4 @@
-"""fast.py against the plain step that it replaces: the same logits, the same cache, the same tokens; and counts of what it calls."""
+"""fast/step.py against the plain step that it replaces: the same logits, the same cache, the same tokens; and counts of what it calls."""
 import math
 import os
 import subprocess
@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from util import tiny_gpt
 
 import attn_kernel
-import fast
+import fast.step as fast
 from engine import Thinking, generate
-from fast import CompiledStep, GraphStep
+from fast.step import CompiledStep, GraphStep
 from model import GPT
 from sliding_cache import SlidingCache
 

@@ -2,6 +2,7 @@
 passes and what must be exactly zero."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -13,8 +14,8 @@ from test_model import BASE, MODELS, hf_model
 from transformers import LlamaConfig, Qwen3Config
 from util import tiny_gpt
 
-import figures
-from attn_kernel import visible
+import lab.figures as figures
+from attention import visible
 from engine import generate
 from model import GPT
 from tokenizer import load_tokenizer
@@ -193,7 +194,8 @@ def test_speed(keys, drawn):
 
 def test_command_line(tmp_path, keys):
     def call(*args):
-        return subprocess.run([sys.executable, ROOT / "figures.py", *args], cwd=tmp_path, text=True, capture_output=True)
+        return subprocess.run([sys.executable, "-m", "lab.figures", *args], cwd=tmp_path, env=os.environ | dict(PYTHONPATH=str(ROOT)),
+                              text=True, capture_output=True)
 
     (tmp_path / "s.jsonl").write_text(samples(("a", 10, [0.1])), encoding="utf-8")
     done = call("times", "--data=s.jsonl")

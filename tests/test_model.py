@@ -8,9 +8,10 @@ import transformers
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 from util import tiny_gpt
 
-from attn_kernel import visible
+from attention import visible
 from checkpoint import local_folder
-from model import GPT, GPTConfig, device_and_dtype, rope_frequencies
+from device import device_and_dtype
+from model import GPT, GPTConfig, rope_frequencies
 
 BASE = dict(
     hidden_size=48,

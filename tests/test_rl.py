@@ -8,7 +8,7 @@ from util import tiny_gpt
 
 import train_rl
 import training
-from attn_kernel import visible
+from attention import visible
 from engine import generate
 from tasks import Problem, Task
 from train_rl import Episode, advantages, k3, policy_loss, segments, update_policy

@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers
 
-from attn_kernel import visible
+from attention import visible
 from engine import generate
 from model import GPT
 from sliding_cache import SlidingCache

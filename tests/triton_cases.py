@@ -18,7 +18,8 @@ import torch
 import triton.runtime.interpreter as interpreter
 
 import attn_kernel
-from attn_kernel import decode_attention, inner_tiles, key_tiles, n_tiles, prefix_sliding_attention
+from attention import key_tiles
+from attn_kernel import decode_attention, inner_tiles, n_tiles, prefix_sliding_attention
 
 
 def patched_once_per_launch(real):

@@ -1,17 +1,17 @@
 """
 Pictures of what was measured. The first argument says which:
 
-    python figures.py curve --logs=out-rl-passes/log.csv                             # reward and length while training
-    python figures.py curve --logs=a/log.csv,b/log.csv,c/log.csv --labels="prefix and window,prefix and window,window alone" --out=rl.svg
-    python figures.py accuracy --data=out-eval/table.csv                             # accuracy against seconds and tokens
-    python figures.py times --data=out-eval/samples.jsonl                            # seconds per token along the trace
-    python figures.py mismatch --data=gap.txt                                        # after: python bench.py gap > gap.txt
-    python figures.py speed --data=decode.txt                                        # after: python bench.py decode > decode.txt
-    python figures.py attention                                                      # what the last token of a trace attends to
-    python figures.py receptive --window=64                                          # how far back a changed token is felt
-    python figures.py receptive --init_from=out-demo-rl/seed1/rl/last --window=12 --rope=reset \\
+    python -m lab.figures curve --logs=out-rl-passes/log.csv                             # reward and length while training
+    python -m lab.figures curve --logs=a/log.csv,b/log.csv,c/log.csv --labels="ours,ours,window" --out=rl.svg
+    python -m lab.figures accuracy --data=out-eval/table.csv                             # accuracy against seconds and tokens
+    python -m lab.figures times --data=out-eval/samples.jsonl                            # seconds per token along the trace
+    python -m lab.figures mismatch --data=gap.txt                                        # after: python -m lab.bench gap > gap.txt
+    python -m lab.figures speed --data=decode.txt                                        # after: python -m lab.bench decode > decode.txt
+    python -m lab.figures attention                                                      # what the last token of a trace attends to
+    python -m lab.figures receptive --window=64                                          # how far back a changed token is felt
+    python -m lab.figures receptive --init_from=out-demo-rl/seed1/rl/last --window=12 --rope=reset \\
         --start="Passes CG AF KB DI EH FJ GK BD HC IA JE from 00 10 00 A"
-    python figures.py longtext                                                       # far beyond the positions of the training
+    python -m lab.figures longtext                                                       # far beyond the positions of the training
 
 The first five read what other scripts left behind, the others measure a model; each function says which figure of the paper
 (arXiv 2608.26070) it is. The last line is JSON: the numbers of the picture.
@@ -48,9 +48,10 @@ from pathlib import Path
 
 import torch
 
-from attn_kernel import check_window, visible, wide
+from attention import check_window, upcast, visible
+from device import device_and_dtype
 from engine import POLICIES, generate
-from model import GPT, device_and_dtype, rotate
+from model import GPT, rotate
 from sliding_cache import SlidingCache, layer_windows
 from tokenizer import load_tokenizer
 from training import Progress, token_logprobs
@@ -329,7 +330,7 @@ def attention_by_layer(model, idx, prefix_len, window, rope="continue"):
             W = windows[len(rows)]
             near = min(T - 1, prefix_len + W - 1) if rope == "reset" and W is not None else T - 1
             keys = turned(k, j).repeat_interleave(q.size(1) // k.size(1), 1)          # (1, H, T, D)
-            s_window, s_prefix = (wide(turned(q[:, :, -1:], j[t:t + 1])) @ wide(keys).mT for t in (T - 1, near))   # (1, H, 1, T)
+            s_window, s_prefix = (upcast(turned(q[:, :, -1:], j[t:t + 1])) @ upcast(keys).mT for t in (T - 1, near))   # (1, H, 1, T)
             s = torch.where(j < prefix_len, s_prefix, s_window) * q.size(-1) ** -0.5
             s = s.masked_fill(~visible(T - 1, j, prefix_len, W), float("-inf"))
             rows.append(s.softmax(-1).mean((0, 1, 2)))                                # (T,)
@@ -493,7 +494,7 @@ FIGURES = dict(curve=curve, accuracy=accuracy, times=times, mismatch=mismatch, s
 
 def main():
     if _what not in FIGURES:
-        raise ValueError(f"the first argument names the figure, {' or '.join(FIGURES)}, not {_what!r}: python figures.py curve")
+        raise ValueError(f"the first argument names the figure, {' or '.join(FIGURES)}, not {_what!r}: python -m lab.figures curve")
     if Path(out or "x.png").suffix not in (".png", ".svg", ".pdf") or not Path(out).parent.is_dir():
         raise ValueError(f"out={out!r}: a .png, .svg or .pdf in a folder that is there")
     if _what in ("accuracy", "times", "mismatch", "speed") and not data:

@@ -1,5 +1,5 @@
 // One step of decoding on a CPU: what model.py's features() and lm_head compute for one new token per row, against the slots of a
-// SlidingCache. fast.py compiles this file for one model (gcc 12 or clang, OpenMP) and calls step().
+// SlidingCache. fast/step.py compiles this file for one model (gcc 12 or clang, OpenMP) and calls step().
 //
 // The time of a step is that of reading the weights and the keys once, if everything else keeps out of the way: so weights are read
 // in order, as they lie in PyTorch's tensors, 16 outputs at a time; sums are float32, 16 lanes wide; and one parallel region spans
@@ -52,7 +52,7 @@ typedef number weight;
 static inline vec load_weight(const weight *x) { return load(x); }
 #endif
 
-// A matrix, with a scale per output if it is int8. Then a layer as fast.py lays it out: 8 bytes per field, NULL for what is not there.
+// A matrix, with a scale per output if it is int8. Then a layer as fast/step.py lays it out: 8 bytes per field, NULL for what is not there.
 typedef struct { const weight *data; const float *scale; } matrix;
 typedef struct {
     matrix q, k, v, o, gate, up, down;

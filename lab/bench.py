@@ -1,14 +1,14 @@
 """
 How fast, and in how much memory. The first argument says what:
 
-    python bench.py kernel                                        # attention alone, against PyTorch's and other people's
-    python bench.py kernel --lengths=8192,16384 --windows=512,    # on a CPU: T = 8,192 and 16,384 (2 GB of memory, 2 minutes)
-    python bench.py kernel --prefix_len=1000 --n_head=16 --n_kv_head=4 --head_dim=64
-    python bench.py decode                                        # a whole model: time per token and cache against length
-    python bench.py gap                                           # the trainer's log-probabilities against the sampler's
-    python bench.py train                                         # a training step: memory and tokens/s against length
-    python bench.py batching                                      # rows refilled as they finish against static batches
-    python bench.py traces --init_from=out-rl-passes/last         # the embedded task at traces of up to 100,000 tokens
+    python -m lab.bench kernel                                        # attention alone, against PyTorch's and other people's
+    python -m lab.bench kernel --lengths=8192,16384 --windows=512,    # on a CPU: T = 8,192 and 16,384 (2 GB of memory, 2 minutes)
+    python -m lab.bench kernel --prefix_len=1000 --n_head=16 --n_kv_head=4 --head_dim=64
+    python -m lab.bench decode                                        # a whole model: time per token and cache against length
+    python -m lab.bench gap                                           # the trainer's log-probabilities against the sampler's
+    python -m lab.bench train                                         # a training step: memory and tokens/s against length
+    python -m lab.bench batching                                      # rows refilled as they finish against static batches
+    python -m lab.bench traces --init_from=out-rl-passes/last         # the embedded task at traces of up to 100,000 tokens
 
 kernel: forward, backward and one step of decoding for every length and window, by
     ours         prefix + window by attn_kernel.py: Triton on CUDA, the block-sparse PyTorch path elsewhere
@@ -20,7 +20,7 @@ FLOPs are those of the visible pairs of query and key alone, 4 D per pair forwar
 a large matrix product and a copy reach on this machine. SDPA and flash-attn get repeated key heads, outside of the timing, where
 they are slow without.
 
-decode: one token of a whole model (init_from) when its trace is so and so long: Prefix Sliding by fast.py, by the plain step, with 8
+decode: one token of a whole model (init_from) when its trace is so and so long: Prefix Sliding by fast/step.py, by the plain step, with 8
 and 64 rows, with weights of 8 bits (CPU); full attention; and where they are installed, transformers, and llama.cpp with as many keys
 as Prefix Sliding keeps (its own cache in float16; the GGUF of SmolLM2 from its package, or `gguf`). Caches are filled with random
 keys, so that nobody has to wait for 131,072 tokens; the cases take turns, a few tokens each, so that a busy moment of the machine
@@ -66,14 +66,16 @@ import psutil
 import torch
 import torch.nn.functional as F
 
-import rivals
 import train_rl
 import training
-from attn_kernel import decode_attention, flex_block_mask, flex_compiled, prefix_sliding_attention, visible
+from attention import visible
+from attn_kernel import decode_attention, flex_block_mask, flex_compiled, prefix_sliding_attention
+from device import device_and_dtype, free_bytes, peak_bytes as memory_peak
 from engine import generate
-from fast import fast_step, plain_step
-from model import GPT, GPTConfig, device_and_dtype
-from sliding_cache import SlidingCache, free_bytes, peak_bytes as memory_peak, row_bytes
+from fast.step import fast_step, plain_step
+from lab import rivals
+from model import GPT, GPTConfig
+from sliding_cache import SlidingCache, row_bytes
 from tasks import DAY, load_task
 from tokenizer import load_tokenizer
 
@@ -536,7 +538,7 @@ BENCHES = dict(kernel=kernel, decode=decode, gap=gap, train=train, batching=batc
 
 def main():
     if _what not in BENCHES:
-        raise ValueError(f"the first argument says what to measure, {' or '.join(BENCHES)}, not {_what!r}: python bench.py kernel")
+        raise ValueError(f"the first argument says what to measure, {' or '.join(BENCHES)}, not {_what!r}: python -m lab.bench kernel")
     print(json.dumps(BENCHES[_what]()))
 
 

@@ -2,7 +2,7 @@
 One step of decoding, made fast. What it computes is what model.features and the head compute; this file may be skipped
 (compile=False goes without it), and nothing else changes.
 
-    step = CompiledStep(model, cache, rope="continue", int8=False)                    # on a CPU: fast.c
+    step = CompiledStep(model, cache, rope="continue", int8=False)                    # on a CPU: fast/step.c
     step = GraphStep(model, cache, rope="continue")                                   # on a GPU
     logits = step(idx, rows)         # like model.lm_head(model.features(idx, rope=rope, cache=cache, rows=rows)[:, -1])
 
@@ -25,9 +25,9 @@ from pathlib import Path
 
 import torch
 
-from attn_kernel import wide
+from attention import upcast
 
-CHUNK = 512  # slots per task of the attention in fast.c
+CHUNK = 512  # slots per task of the attention in fast/step.c
 MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 POINTER = ctypes.c_void_p
 
@@ -45,16 +45,16 @@ class Layer(ctypes.Structure):
 
 @functools.cache
 def compiled_step(**sizes):
-    """step() of fast.c for a model of these sizes. Raises ValueError if it cannot be compiled."""
+    """step() of fast/step.c for a model of these sizes. Raises ValueError if it cannot be compiled."""
     given, x86 = os.environ.get("CC", ""), platform.machine() in ("x86_64", "AMD64")
     with tempfile.TemporaryDirectory() as folder:
-        library = f"{folder}/fast.so"
+        library = f"{folder}/step.so"
         try:
             # not -ffast-math: gcc then has the library switch off subnormal numbers for the whole process
             subprocess.run([*(shlex.split(given) or ["cc"]), "-O3", "-march=native", *["-mprefer-vector-width=512"][:x86],
                             "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math", "-freciprocal-math",
                             "-fopenmp", "-shared", "-fPIC", *(f"-D{name}={int(value)}" for name, value in sizes.items()),
-                            str(Path(__file__).with_name("fast.c")), "-o", library, "-lm"], check=True, capture_output=True, text=True)
+                            str(Path(__file__).with_name("step.c")), "-o", library, "-lm"], check=True, capture_output=True, text=True)
             step = ctypes.CDLL(library).step                                          # loaded: the file may go
         except (OSError, ValueError, subprocess.CalledProcessError) as error:
             lines = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
@@ -73,14 +73,14 @@ def plain_step(model, cache, rope="continue"):
 
 def quantize(weight):
     """A weight (m, n) as int8 (m, n) and a float32 scale per output (m,): the largest number of a row becomes 127."""
-    scale = wide(weight).abs().amax(1).clamp(min=1e-12) / 127
-    return (wide(weight) / scale[:, None]).round().to(torch.int8), scale
+    scale = upcast(weight).abs().amax(1).clamp(min=1e-12) / 127
+    return (upcast(weight) / scale[:, None]).round().to(torch.int8), scale
 
 
 class CompiledStep:
-    """Steps of a model on the rows of a cache, by fast.c. int8: with matrices rounded to int8 as they are now, at half of bfloat16's
+    """Steps of a model on the rows of a cache, by fast/step.c. int8: with matrices rounded to int8 as they are now, at half of bfloat16's
     bytes; else the weights are those of the model, also after an update in place (one that moves to other memory needs a new step).
-    compile_s: what compiling took, in seconds. Raises ValueError for a model that fast.c does not take."""
+    compile_s: what compiling took, in seconds. Raises ValueError for a model that fast/step.c does not take."""
 
     def __init__(self, model, cache, rope="continue", int8=False):
         c, dtype, began = model.config, model.lm_head.weight.dtype, time.perf_counter()
@@ -120,7 +120,7 @@ class CompiledStep:
         cache, model, c = self.cache, self.model, self.model.config
         if not isinstance(rows, slice) or range(cache.batch_size)[rows] != range(len(idx)):
             raise ValueError(f"rows={rows} for {len(idx)} tokens: a compiled step takes the first so many rows, a slice(n)")
-        pos, x = cache.advance(1, rows), wide(model.model.embed_tokens(idx[:, 0])).clone()            # (rows, 1), (rows, n_embd)
+        pos, x = cache.advance(1, rows), upcast(model.model.embed_tokens(idx[:, 0])).clone()            # (rows, 1), (rows, n_embd)
         plans = {w: (slot.contiguous(), valid) for w, (slot, valid) in cache.plans.items()}
         for layer, w in zip(self.layers, cache.windows, strict=True):
             layer.slot, layer.valid = plans[w][0].data_ptr(), plans[w][1].data_ptr()
