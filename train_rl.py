@@ -1,37 +1,35 @@
 """
-Reinforcement learning (GRPO, arXiv 2402.03300) on traces of any length, in memory that does not grow with them.
+Reinforcement learning (GRPO, arXiv 2402.03300) on traces of any length, in memory that does not grow.
 
-    python train_rl.py config/rl_passes.py                                   # the embedded task, after config/sft_passes.py
-    python train_rl.py config/rl_smollm2_cpu.py                              # real weights on a CPU, after config/sft_smollm2_cpu.py
-    torchrun --nproc_per_node=4 train_rl.py config/rl_qwen3_1p7b_80gb.py     # rollouts and gradients divided over 4 GPUs
-    python train_rl.py config/rl_qwen3_1p7b_80gb.py --plan=True              # where the memory will go, and one step to prove it
-    python train_rl.py config/rl_passes.py --init_from=resume                # go on where it was killed
+    python train_rl.py config/rl_passes.py                     # the embedded task, after config/sft_passes.py
+    python train_rl.py config/rl_smollm2_cpu.py                # real weights, after config/sft_smollm2_cpu.py
+    python train_rl.py config/rl_passes.py --init_from=resume  # go on where it was killed
+    torchrun --nproc_per_node=4 train_rl.py config/rl_qwen3_1p7b_80gb.py  # rollouts and gradients on 4 GPUs
+    python -m lab.plan config/rl_qwen3_1p7b_80gb.py            # where its memory goes, and a step to prove it
 
 One step:
-  1. draw batch_prompts problems and sample group_size completions of each, by engine.generate: prefix + window, constant memory
+  1. draw batch_prompts problems and sample group_size completions of each: prefix + window, constant memory
   2. score them; the advantage of a completion is its reward minus the mean of its group
   3. drop the groups whose rewards are all equal, and draw others until the batch is full
-  4. `segments` cuts each completion into what the trainer sees: by default the prefix and the last context_mult windows
-  5. log-probabilities of its targets under the current weights, and their ratio to those that the sampler recorded
+  4. `segments` cuts each completion into what the trainer sees: the prefix and the last context_mult windows
+  5. log-probabilities of its targets under the current weights, and their ratio to the sampler's
   6. the clipped policy gradient, normalised by the number of trained tokens in the whole batch
   7. AdamW, log, checkpoint
-`rollout` is 1 to 3, `update_policy` 4 to 7; both read the configuration below. The sampler and the trainer share one copy of the weights.
+`collect` is 1 to 3, `update_policy` 4 to 7. One copy of the weights serves the sampler and the trainer.
 Steps count from 0 in log.csv, and an evaluation there is of the weights before that step.
-Left out on purpose: a critic, an entropy bonus, sampling while training (async_level only shows what such old rollouts do to learning),
-top-p and top-k in rollouts (their log-probabilities would be of another distribution than the trainer's).
+
+Left out on purpose: a critic, an entropy bonus, top-p and top-k in rollouts (the recorded log-probabilities
+would be of another distribution than the trainer's). In forks/: other losses, a KL penalty, older rollouts.
 """
 init_from = "data/smollm2"        # resume | a Hugging Face folder | a hub name
 out_dir = "out-rl"                # the run's folder: checkpoints, log.csv, samples.jsonl
-task = "reasoning_gym:chain_sum"  # passes:4-60 | reasoning_gym:<dataset> | jsonl:<path> | py:<file>
-pass_rates = ""                   # a file of pass_rates/ that eval.py left for this task and seed: it chooses the problems; "" = all
-min_pass = 0.0                    # with pass_rates: from this pass rate on, 0 to 1
-max_pass = 1.0                    # with pass_rates: up to this pass rate, min_pass to 1
+task = "reasoning_gym:chain_sum"  # reasoning_gym:<dataset> | jsonl:<path> | py:<file> | rated:<path>
 system = ""                       # system message for the chat template, "" = none
 template_args = {}                # further arguments of the chat template, such as {"enable_thinking": True}
-reward = {"correct": 1.0}         # weight of each part: correct | format | overlong | length (see tasks.reward_parts)
-length_targets = []               # tokens; if any, each prompt asks for one of them, and the part "length" rewards keeping to it
-overlong_margin = 0               # the part "overlong" penalises the last so many tokens before max_new_tokens more and more
-truncated = "keep"                # completions cut at max_new_tokens: keep (scored as they are) | zero (reward 0) | drop (not trained on)
+reward = {"correct": 1.0}         # weight of each part: correct | format | overlong | length (tasks.py)
+length_targets = []               # tokens; each prompt asks for one of them, "length" rewards keeping to it
+overlong_margin = 0               # "overlong" penalises the last so many tokens before max_new_tokens
+truncated = "keep"                # completions cut at max_new_tokens: keep | zero (reward 0) | drop
 # rollouts
 batch_prompts = 16                # groups per step
 group_size = 8                    # completions per prompt, at least 2
@@ -41,24 +39,17 @@ window: int | list | None = 2048  # tokens, the current one included; None = ful
 prefix_len: int | None = None     # tokens kept for good; None = the whole prompt
 rope = "continue"                 # continue: absolute positions | reset: close the gap behind the prefix
 rows: int | None = None           # completions sampled at once; None = as many as fit the memory
-compile = False                   # True: faster sampling by fast/step.py, after some seconds of compiling (on a CPU: by a C compiler)
+compile = False                   # True: faster sampling by fast/, after seconds of compiling
 filter_groups = True              # drop groups without signal and draw others
 max_draws = 4                     # most draws to fill a batch
-async_level = 0                   # how many steps old the sampling policy is; 0 = on policy
 # what the trainer sees
 context_mult = 4                  # windows of context passed, the last of which carries the loss
-carry = False                     # False: the context begins at a cut (the paper) | True: it starts from the exact cache before it
-loss_on = "tail"                  # tail: the last window of a completion (the paper) | all: all of it, chunk by chunk
-# the loss
-loss = "grpo"                     # grpo (INTELLECT-2's two-sided clip) | masked_is (INTELLECT-3) | dppo (prime-rl, August 2026)
-eps_low = 0.2                     # grpo: ratios below 1 - eps_low gain nothing
-eps_high = 0.2                    # grpo: ratios above 1 + eps_high gain nothing
-delta = 4.0                       # grpo: the largest ratio where the advantage is negative
-alpha = 0.5                       # masked_is: tokens with smaller ratios are dropped
-beta = 5.0                        # masked_is: tokens with larger ratios are dropped
-advantage_std = False             # divide advantages by the standard deviation of their group
-normalise = "token"               # token: by the trained tokens of the batch | fixed: by the most there could be | sequence: mean of means
-kl_coef = 0.0                     # weight of the KL (k3) to the model that the run started from; > 0 keeps a copy of it
+carry = False                     # False: context begins at a cut (the paper) | True: at the exact cache
+loss_on = "tail"                  # tail: a completion's last window (the paper) | all: all of it, in chunks
+# the loss: INTELLECT-2's two-sided clip
+eps_low = 0.2                     # ratios below 1 - eps_low gain nothing
+eps_high = 0.2                    # ratios above 1 + eps_high gain nothing
+delta = 4.0                       # the largest ratio where the advantage is negative
 updates_per_batch = 1             # optimizer steps per batch of rollouts
 micro_batch = 8                   # completions per forward and backward
 checkpointing = False             # compute each layer anew in the backward, to save memory
@@ -70,38 +61,37 @@ warmup_steps = 0                  # steps from 0 to lr
 weight_decay = 0.0                # of matrices
 beta2 = 0.95                      # AdamW's second decay rate
 clip = 1.0                        # largest gradient norm; 0 = no limit
-master_device: str | None = None  # where bfloat16 weights have their float32 masters and moments: None = beside them | cpu
+master_device: str | None = None  # of bfloat16 weights' float32 masters and moments; None = theirs
 # evaluation, files, machine
 eval_every = 20                   # steps between evaluations on held-out problems; 0 = never
-eval_size = 64                    # held-out problems, one completion each; at the trained length and at twice it
+eval_size = 64                    # held-out problems; one completion at the trained length, one at twice it
 eval_temperature = 1.0            # of these completions; 0 = greedy, which the last evaluation adds anyhow
 save_every = 20                   # steps between checkpoints; 0 = at the end only
 samples_per_step = 2              # completions written to samples.jsonl at each step
 wandb_project = ""                # log to Weights & Biases too (WANDB_MODE=offline works); "" = do not
-plan = False                      # print where the memory goes, run one step on the longest rollouts there can be, and exit
 seed = 1                          # of problems and samples
 device = "auto"                   # auto (cuda, then mps, then cpu) | cpu | cuda | mps
-dtype = "auto"                    # auto (bfloat16 where the hardware has it, else float32) | float32 | bfloat16
+dtype = "auto"                    # auto (bfloat16 where the hardware has it) | float32 | bfloat16
 
-from configurator import configure, run, settings
+from configurator import configure, run
 
 configure(globals())
 
 import json
-import sys
 import time
-from dataclasses import asdict, dataclass
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 import training
 from checkpoint import local_folder
-from device import device_and_dtype, free_bytes, peak_bytes
+from device import device_and_dtype, peak_bytes
 from engine import Completion, generate
 from model import GPT
-from sliding_cache import SlidingCache, hashed, layer_windows, row_bytes
-from tasks import ask_for_length, between, check_reward, load_task, prompt_ids, reward_parts, text_of
+from sliding_cache import SlidingCache, hashed, layer_windows
+from tasks import ask_for_length, check_reward, load_task, prompt_ids, reward_parts, text_of
 from tokenizer import TOKENIZER_FILES, load_tokenizer
 
 CARRY_CHUNK = 1024  # tokens that run through the model at once on the way to the context
@@ -109,24 +99,23 @@ CARRY_CHUNK = 1024  # tokens that run through the model at once on the way to th
 
 @dataclass
 class Episode(Completion):
-    """A completion with what it earned. problem: its number; correct: the scorer's verdict, 0 to 1; step: of the policy that sampled it."""
+    """A completion with what it earned. problem: its number; correct: the scorer's verdict, 0 to 1."""
     problem: int = 0
     correct: float = 0.0
     reward: float = 0.0
     advantage: float = 0.0
-    step: int = 0
 
-    def ids(self, a, b):
-        """The tokens a..b-1 of prompt and completion, counted from the first of the prompt."""
+    def ids(self, start, stop):
+        """The tokens start..stop-1 of prompt and completion, counted from the first of the prompt."""
         n = len(self.prompt)
-        return self.prompt[a:b] + self.tokens[max(a - n, 0):max(b - n, 0)]
+        return self.prompt[start:stop] + self.tokens[max(start - n, 0):max(stop - n, 0)]
 
 
 @dataclass
 class Segment:
-    """What one forward pass of the trainer sees of a sequence (prompt and completion, indices from 0): the inputs start..end-2, and before
-    them the prefix. The tokens first..end-1 are its targets, each predicted from the input before it. carried: the inputs 0..start-1
-    were run through the model before, and are in the cache."""
+    """What one forward pass of the trainer sees of a sequence (prompt and completion, indices from 0): the
+    inputs start..end-2, and before them the prefix. The tokens first..end-1 are its targets, each predicted
+    from the input before it. carried: the inputs 0..start-1 ran through the model before, into the cache."""
     start: int
     first: int
     end: int
@@ -134,67 +123,80 @@ class Segment:
 
 
 def segments(n_prompt, n_new, P, W, m, carry, loss_on):
-    """How a sequence of n_prompt + n_new tokens is trained with prefix P, window W (None = full attention: whole, all targets) and
-    context_mult m. -> [Segment, ...], in order; every decision about what is passed, carried and trained is made here.
+    """How a sequence of n_prompt + n_new tokens is trained, for prefix P, window W (None = full attention: it
+    is passed whole) and context_mult m: all that is passed, carried and trained. -> [Segment, ...]
+
     tail: the last min(W, n_new) tokens are targets, the context is the m W inputs before the last of them.
     all, carry: consecutive chunks of m W targets, each from the cache that the one before it leaves.
     all, no carry: chunks of W targets, each with (m - 1) W inputs of context before its own."""
-    if loss_on not in ("tail", "all"):
-        raise ValueError(f"loss_on={loss_on!r}: 'tail' or 'all'")
     end = n_prompt + n_new
     if W is None:
-        return [Segment(0, n_prompt, end, False)]
+        return [Segment(0, n_prompt, end, carried=False)]
     if loss_on == "tail":
         chunks = [(max(n_prompt, end - W), end)]
     else:
         size = m * W if carry else W
-        chunks = [(a, min(a + size, end)) for a in range(n_prompt, end, size)]
-    out = []
-    for a, b in chunks:
-        if carry and loss_on == "all":
-            start = a - 1 if a > n_prompt else 0
-        else:
-            start = b - 1 - m * W if b - 1 - m * W > P else 0                         # nothing between prefix and context: pass it whole
-        out.append(Segment(start, a, b, carry and start > 0))
-    return out
+        chunks = [(first, min(first + size, end)) for first in range(n_prompt, end, size)]
+    found = []
+    for first, stop in chunks:
+        start = stop - 1 - m * W
+        if start <= P:                       # nothing lies between the prefix and the context: pass it whole
+            start = 0
+        if carry and loss_on == "all":       # where the chunk before it ended
+            start = first - 1 if first > n_prompt else 0
+        found.append(Segment(start, first, stop, carried=carry and start > 0))
+    return found
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------------------
 # rollouts
 
-def rollout(model, tokenizer, source, numbers, step=0):
-    """Sample group_size completions of each of the problems, score them and compare them. -> groups, lists of Episodes"""
-    problems = [ask_for_length(source.draw(n), length_targets, n, seed) for n in numbers]
-    prompts = [ids for problem in problems for ids in [prompt_ids(problem, tokenizer, system, template_args)] * group_size]
-    sampled, shown = 0, time.perf_counter()
-
-    def on_token(i, token):
-        nonlocal sampled, shown
-        sampled += 1
-        if time.perf_counter() - shown > 20:
-            shown = time.perf_counter()
-            print(f"sampling {len(prompts)} completions: {sampled:,} tokens so far", file=sys.stderr, flush=True)
-
-    seeds = [sample_seed(n * group_size + k) for n in numbers for k in range(group_size)]
-    done = generate(model, prompts, max_new_tokens, prefix_len=prefix_len, window=window, rope=rope, temperature=temperature, top_p=1.0,
-                    stop_ids=tokenizer.eos_ids, n_vocab=tokenizer.n_vocab, seed=seeds, rows=rows, on_token=on_token, compile=compile)
+def answer(model, tokenizer, source, problems, seeds, most, heat):
+    """Sample and score one completion of each of the problems, of at most `most` tokens. -> [Episode, ...]"""
+    prompts = [prompt_ids(problem, tokenizer, system, template_args) for problem in problems]
+    completions = generate(
+        model, prompts, most, prefix_len=prefix_len, window=window, rope=rope, temperature=heat, top_p=1.0,
+        stop_ids=tokenizer.eos_ids, n_vocab=tokenizer.n_vocab, seed=seeds, rows=rows, compile=compile,
+        on_token=training.sampling_progress(len(prompts)))
     if model.lm_head.weight.is_cuda:
-        torch.cuda.empty_cache()                                                      # the sampler's cache makes room for the trainer
+        torch.cuda.empty_cache()                         # the sampler's cache makes room for the trainer
+    episodes = [Episode(**vars(completion)) for completion in completions]
+    for episode, problem in zip(episodes, problems, strict=True):
+        episode.correct = float(source.score(problem, *said(episode, tokenizer), episode.finish_reason))
+    return episodes
+
+
+def said(episode, tokenizer):
+    """The text and the tokens of a completion as scorers get them, without the end token."""
+    tokens = episode.tokens[:-1] if episode.finish_reason == "stop" else episode.tokens
+    return text_of(tokens, episode.prompt, tokenizer), tokens
+
+
+def rollout(model, tokenizer, source, numbers):
+    """Sample group_size completions of each problem, score and compare them. -> groups, lists of Episodes"""
+    problems = [ask_for_length(source.draw(n), length_targets, n, seed) for n in numbers]
+    repeated = [problem for problem in problems for _ in range(group_size)]
+    seeds = [sample_seed(n * group_size + k) for n in numbers for k in range(group_size)]
+    episodes = answer(model, tokenizer, source, repeated, seeds, max_new_tokens, temperature)
     groups = []
-    for i, (n, problem) in enumerate(zip(numbers, problems, strict=True)):
-        group = [Episode(**vars(c), problem=n, step=step) for c in done[i * group_size:(i + 1) * group_size]]
-        for e in group:
-            tokens = e.tokens[:-1] if e.finish_reason == "stop" else e.tokens
-            text = text_of(tokens, e.prompt, tokenizer)
-            e.correct = float(source.score(problem, text, tokens, e.finish_reason))
-            parts = reward_parts(problem, text, len(e.tokens), e.correct, max_new_tokens, overlong_margin)
-            e.reward = sum(weight * parts[name] for name, weight in reward.items())
-            if truncated == "zero" and e.finish_reason == "length":
-                e.reward = 0.0
-        for e, a in zip(group, advantages([e.reward for e in group], advantage_std), strict=True):
-            e.advantage = a
+    for n, problem in zip(numbers, problems, strict=True):
+        group, episodes = episodes[:group_size], episodes[group_size:]
+        for episode in group:
+            episode.problem = n
+            episode.reward = reward_of(episode, problem, tokenizer)
+        for episode, value in zip(group, advantages([e.reward for e in group]), strict=True):
+            episode.advantage = value
         groups.append(group)
     return groups
+
+
+def reward_of(episode, problem, tokenizer):
+    """The weighted parts of the reward of a completion that was scored."""
+    if truncated == "zero" and episode.finish_reason == "length":
+        return 0.0
+    text, _ = said(episode, tokenizer)
+    parts = reward_parts(problem, text, len(episode.tokens), episode.correct, max_new_tokens, overlong_margin)
+    return sum(weight * parts[name] for name, weight in reward.items())
 
 
 def sample_seed(n):
@@ -202,115 +204,116 @@ def sample_seed(n):
     return hashed(seed, n)
 
 
-def advantages(rewards, std):
-    """Reward minus mean of the group, divided by its standard deviation + 1e-6 if std. Exactly 0 where all rewards are equal: the
-    rounded mean of equal numbers may differ from them, and a tiny deviation divided by a tiny one would be of any size."""
+def advantages(rewards):
+    """Reward minus mean of the group; exactly 0 where all are equal, though their mean is rounded."""
     if max(rewards) == min(rewards):
         return [0.0] * len(rewards)
     mean = sum(rewards) / len(rewards)
-    scale = (sum((r - mean) ** 2 for r in rewards) / (len(rewards) - 1)) ** 0.5 + 1e-6 if std else 1.0
-    return [(r - mean) / scale for r in rewards]
+    return [r - mean for r in rewards]
 
 
-def collect(model, tokenizer, source, cursor, step=0, rank=0, world=1):
-    """Rollouts of the problems from number `cursor` on, until batch_prompts groups carry a signal (or max_draws draws were made).
-    The processes share each draw and end with the same lists. -> groups to train on, all groups drawn, next cursor"""
+def collect(model, tokenizer, source, state):
+    """Rollouts of the problems from number state["cursor"] on, until batch_prompts groups carry a signal (or
+    max_draws draws were made). state: what a checkpoint keeps beside the weights. The processes share each
+    draw and end with the same lists. -> groups to train on, all groups drawn"""
     kept, drawn = [], []
     for _ in range(max_draws if filter_groups else 1):
-        numbers = range(cursor, cursor + batch_prompts - len(kept))
-        cursor = numbers.stop
-        mine = [n for n in numbers if n % world == rank]
-        new = sorted(training.gather(rollout(model, tokenizer, source, mine, step)), key=lambda g: g[0].problem)
-        drawn += new
-        kept += [g for g in new if not filter_groups or any(e.advantage for e in g)]
+        numbers = range(state["cursor"], state["cursor"] + batch_prompts - len(kept))
+        state["cursor"] = numbers.stop
+        groups = training.gather(rollout(model, tokenizer, source, training.share(numbers)))
+        groups.sort(key=lambda group: group[0].problem)
+        drawn += groups
+        kept += [group for group in groups if not filter_groups or any(e.advantage for e in group)]
         if len(kept) == batch_prompts:
             break
-    return kept, drawn, cursor
+    return kept, drawn
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------------------
 # the update
 
-def policy_loss(logp, old, advantage, mask, kind=None):
-    """The loss of each token (B, T), 0 where not mask, its ratio and whether it was clipped or dropped. logp: log-probabilities under the
-    weights in training; old: those that the sampler recorded; advantage (B, 1). A sequence-level ratio replaces logp - old by its mean
-    over the row where a completion is one segment; with loss_on="all" it needs a pass over all segments first."""
-    kind = kind or loss
-    ratio = torch.where(mask, logp - old, 0).clamp(max=20).exp()                      # (B, T), never inf: 0 times its gradient is NaN
-    if kind == "grpo":       # INTELLECT-2 (arXiv 2505.07291), eq. 1; delta binds only where the advantage is negative
-        bounded = ratio.clamp(1 - eps_low, 1 + eps_high)
-        gain = torch.minimum(ratio.clamp(max=delta) * advantage, bounded * advantage)
-        out = torch.where(advantage > 0, ratio > 1 + eps_high, (ratio < 1 - eps_low) | (ratio > delta))
-    elif kind == "masked_is":  # INTELLECT-3 (arXiv 2512.16144)
-        out = (ratio < alpha) | (ratio > beta)
-        gain = torch.where(out, 0, ratio * advantage)
-    elif kind == "dppo":     # prime-rl, August 2026: far moves of the probability itself are dropped; a pull back to the sampler for all
-        moved = torch.where(mask, logp.exp() - old.exp(), 0).detach()
-        out = torch.where(advantage > 0, moved > 0.2, moved < -0.2)
-        gain = torch.where(out, 0, ratio * advantage) - 1e-3 * torch.where(mask, logp - old, 0).square()
-    else:
-        raise ValueError(f"loss={kind!r}: grpo, masked_is or dppo")
-    return torch.where(mask, -gain, 0), ratio.detach(), out & mask & (advantage != 0)
+def policy_loss(batch):
+    """The loss of each trained token of a Batch, and what to log of it: PPO's clip, with a ratio of at most
+    delta where the advantage is negative (INTELLECT-2, arXiv 2505.07291, eq. 1). -> loss (n,), {name: (n,)}"""
+    ratio = (batch.logp - batch.old).clamp(max=20).exp()  # never inf: 0 times its gradient would be NaN
+    bounded = ratio.clamp(1 - eps_low, 1 + eps_high)
+    gain = torch.minimum(ratio.clamp(max=delta) * batch.advantage, bounded * batch.advantage)
+    too_high = (batch.advantage > 0) & (ratio > 1 + eps_high)
+    too_low = (batch.advantage < 0) & ((ratio < 1 - eps_low) | (ratio > delta))
+    return -gain, dict(ratio=ratio, clip_fraction=too_high | too_low)
 
 
 def k3(log_ratio):
-    """Schulman's estimate of KL(sampler || other), exp(d) - 1 - d with d = log p_other - log p_sampler; never negative. Beyond d = 20
-    it is continued linearly, so that it and its gradient stay finite."""
+    """Schulman's estimate of KL(sampler || other), exp(d) - 1 - d with d = log p_other - log p_sampler; never
+    negative. Beyond d = 20 it is continued linearly, so that it and its gradient stay finite."""
     d = log_ratio.clamp(max=20)
     return d.expm1() + d.exp() * (log_ratio - d) - log_ratio
 
 
-def token_weights(counts, most):
-    """What a trained token of each completion weighs in the loss, given how many each of them has and could at most have."""
-    n, total = sum(c > 0 for c in counts), sum(counts)                                # of those that count
-    if normalise not in ("token", "fixed", "sequence"):
-        raise ValueError(f"normalise={normalise!r}: token, fixed or sequence")
-    return [0.0 if not c else {"token": 1 / total, "fixed": 1 / (n * most), "sequence": 1 / (n * c)}[normalise] for c in counts]
+def token_weights(counts):
+    """What a trained token of each completion weighs in the loss, given how many each has: all the same."""
+    total = sum(counts)
+    return [1 / total for _ in counts]
 
 
-def update_policy(model, optimizer, episodes, rate, reference=None, rank=0, world=1):
-    """One optimizer step on all the episodes, of which this process computes its share. -> dict of metrics, the same everywhere, or
-    None: no token of them is to be trained on, and the weights stay as they are."""
-    W = training_window(model.config)
-    cut = [segments(len(e.prompt), len(e.tokens), prefix_of(e), W, context_mult, carry, loss_on) for e in episodes]
-    counts = [0 if truncated == "drop" and e.finish_reason == "length" else sum(sum(trained(e, s)) for s in segs)
-              for e, segs in zip(episodes, cut, strict=True)]
-    if not sum(counts):
+@dataclass
+class Trace:
+    """An episode as the trainer sees it. weight: of each of its trained tokens in the loss."""
+    episode: Episode
+    prefix: int
+    segments: list
+    weight: float = 0.0
+
+    def trained(self, segment):
+        """The targets of a segment that carry loss (sampled, not forced), as indices into the completion."""
+        n = len(self.episode.prompt)
+        return [t for t in range(segment.first - n, segment.end - n) if self.episode.sampled[t]]
+
+
+def traces_of(config, episodes):
+    """The traces of all the episodes that have a token to train on, with the weights of these."""
+    W, found, counts = training_window(config), [], []
+    for episode in episodes:
+        if truncated == "drop" and episode.finish_reason == "length":
+            continue
+        n_prompt = len(episode.prompt)
+        P = n_prompt if prefix_len is None else prefix_len
+        trace = Trace(episode, P, segments(n_prompt, len(episode.tokens), P, W, context_mult, carry, loss_on))
+        count = sum(len(trace.trained(segment)) for segment in trace.segments)
+        if count:
+            found.append(trace)
+            counts.append(count)
+    for trace, weight in zip(found, token_weights(counts), strict=True):
+        trace.weight = weight
+    return found
+
+
+def update_policy(model, optimizer, episodes, rate):
+    """One optimizer step on all the episodes, of which this process computes its share. -> dict of metrics,
+    the same everywhere, or None: no token is to be trained on, and the weights stay as they are."""
+    traces = traces_of(model.config, episodes)
+    if not traces:
         return None
-    most = max_new_tokens if loss_on == "all" or W is None else min(W, max_new_tokens)
-    work = [item for item in zip(episodes, cut, token_weights(counts, most), strict=True) if item[2]]
-    work = sorted(work, key=lambda item: item[1][-1].end)[rank::world]
-    sums, largest = [0.0] * 7, [0.0]
-    for i in range(0, len(work), micro_batch):
-        batch = work[i:i + micro_batch]
-        caches = [open_cache(m, batch) for m in (model, reference) if m is not None]
-        for c in range(max(len(segs) for _, segs, _ in batch)):
-            rows_left = [r for r, (_, segs, _) in enumerate(batch) if c < len(segs)]
-            part = [(batch[r][0], batch[r][1][c]) for r in rows_left]
-            if any(seg.carried for _, seg in part):
-                for m, cache in zip((model, reference), caches, strict=False):
-                    carry_to(m, cache, rows_left, part)
-            logp, entropy, mask = segment_logprobs(model, part, caches[0], rows_left)                  # (B, T) each
-            old = table([e.logprobs for e, _ in part], part, logp)
-            advantage = torch.tensor([[e.advantage] for e, _ in part], dtype=logp.dtype, device=logp.device)
-            weight = torch.tensor([[batch[r][2]] for r in rows_left], dtype=logp.dtype, device=logp.device)
-            losses, ratio, clipped = policy_loss(logp, old, advantage, mask)
-            kl = torch.zeros_like(logp)
-            if reference is not None:
-                with torch.no_grad():
-                    frozen, _, _ = segment_logprobs(reference, part, caches[1], rows_left)
-                kl = k3(torch.where(mask, frozen - logp, 0))
-            total = (weight * (losses + kl_coef * kl)).sum()
-            total.backward()
-            gap = torch.where(mask, logp.detach() - old, 0)
-            for k, x in enumerate((mask, ratio * mask, clipped, entropy, k3(gap), kl, total)):
-                sums[k] += x.sum().item()
-            largest[0] = max(largest[0], gap.abs().max().item())
+    traces.sort(key=lambda trace: trace.segments[-1].end)  # neighbours of one length need little padding
+    mine = training.share(traces)
+    sums, gap_max = Counter(), 0.0
+    for i in range(0, len(mine), micro_batch):
+        for batch in passes(model, mine[i:i + micro_batch]):
+            losses, metrics = policy_loss(batch)
+            loss = (batch.weight * losses).sum()
+            loss.backward()
+            gap = batch.logp.detach() - batch.old
+            gap_max = max(gap_max, gap.abs().max().item())
+            metrics |= dict(loss=loss, entropy=batch.entropy, gap_k3=k3(gap), tokens=torch.ones_like(gap))
+            sums.update({name: values.detach().sum().item() for name, values in metrics.items()})
     norm = optimizer.step(rate, clip)
-    n, *sums = training.all_reduce(sums)
-    names = ("ratio", "clip_fraction", "entropy", "gap_k3", "kl")
-    return dict(zip(names, (x / max(n, 1) for x in sums), strict=False)) | dict(
-        gap_max=training.all_reduce(largest, "max")[0], loss=sums[-1], trained_tokens=int(n), grad_norm=norm)
+    totals = Counter()
+    for share in training.gather([sums]):
+        totals.update(share)
+    loss, n = totals.pop("loss"), totals.pop("tokens")
+    means = {name: total / n for name, total in totals.items()}
+    gap_max = max(training.gather([gap_max]))
+    return means | dict(loss=loss, trained_tokens=int(n), gap_max=gap_max, grad_norm=norm)
 
 
 def training_window(config):
@@ -319,287 +322,256 @@ def training_window(config):
     return None if None in windows else max(windows)
 
 
-def prefix_of(episode):
-    return len(episode.prompt) if prefix_len is None else prefix_len
+@dataclass
+class Batch:
+    """The trained tokens of one forward pass, one behind the other: tensors (n,); logp has a gradient."""
+    logp: torch.Tensor
+    entropy: torch.Tensor
+    old: torch.Tensor            # log-probabilities that the sampler recorded
+    advantage: torch.Tensor
+    weight: torch.Tensor
 
 
-def trained(episode, segment):
-    """Which targets of a segment carry loss: those that were sampled, not forced."""
-    n = len(episode.prompt)
-    return episode.sampled[segment.first - n:segment.end - n]
+def passes(model, traces):
+    """Run some traces through the model: the first segment of each together, then the second of each, and so
+    on. -> yields the Batch of each pass; take its backward before the next, which needs the memory."""
+    cache = carried_cache(model, traces)
+    for number in range(max(len(trace.segments) for trace in traces)):
+        cache_rows = [row for row, trace in enumerate(traces) if number < len(trace.segments)]
+        pieces = [(traces[row], traces[row].segments[number]) for row in cache_rows]
+        if any(segment.carried for _, segment in pieces):
+            carry_to(model, cache, cache_rows, pieces)
+        yield forward(model, cache, cache_rows, pieces)
 
 
-def table(values, part, like):
-    """The slices of per-token values that belong to the targets of each segment, as (B, T), padded with 0."""
-    rows_ = [x[seg.first - len(e.prompt):seg.end - len(e.prompt)] for x, (e, seg) in zip(values, part, strict=True)]
-    out = torch.zeros(like.shape, dtype=like.dtype)
-    for r, row in enumerate(rows_):
-        out[r, :len(row)] = torch.tensor(row, dtype=like.dtype)
-    return out.to(like.device)
-
-
-def open_cache(model, batch):
-    """The cache that carries a micro-batch's prefixes and windows from segment to segment, None where nothing is carried."""
-    if not any(seg.carried for _, segs, _ in batch for seg in segs):
+def carried_cache(model, traces):
+    """The cache that carries prefixes and windows from segment to segment, None where nothing is carried."""
+    if not any(segment.carried for trace in traces for segment in trace.segments):
         return None
-    weight, longest = model.lm_head.weight, max(segs[-1].end for _, segs, _ in batch)
-    prefixes = [min(prefix_of(e), longest) for e, _, _ in batch]
+    weight = model.lm_head.weight
+    longest = max(trace.segments[-1].end for trace in traces)
+    prefixes = torch.tensor([min(trace.prefix, longest) for trace in traces])
     windows = [min(w, longest) for w in layer_windows(model.config, window)]
-    return SlidingCache(model.config, len(batch), torch.tensor(prefixes), windows, dtype=weight.dtype, device=weight.device)
+    like_weights = dict(dtype=weight.dtype, device=weight.device)
+    return SlidingCache(model.config, len(traces), prefixes, windows, **like_weights)
 
 
 @torch.no_grad()
-def carry_to(model, cache, rows_, part):
-    """Run what precedes each segment through the model, without gradients, so that its row of the cache stands where it starts."""
-    while behind := [(row, e, seg.start) for row, (e, seg) in zip(rows_, part, strict=True) if cache.lengths[row] < seg.start]:
-        pieces = [e.ids(cache.lengths[row], min(start, cache.lengths[row] + CARRY_CHUNK)) for row, e, start in behind]
-        idx, lengths = training.padded(pieces, cache.length.device)
-        model.features(idx, rope=rope, cache=cache, rows=[row for row, _, _ in behind], n_new=lengths)
+def carry_to(model, cache, cache_rows, pieces):
+    """Run what precedes each segment through the model, without gradients: its row of the cache then stands
+    where the segment starts."""
+    while True:
+        behind, chunks = [], []
+        for row, (trace, segment) in zip(cache_rows, pieces, strict=True):
+            seen = cache.lengths[row]
+            if seen < segment.start:
+                behind.append(row)
+                chunks.append(trace.episode.ids(seen, min(segment.start, seen + CARRY_CHUNK)))
+        if not behind:
+            return
+        idx, lengths = training.padded(chunks, cache.length.device)
+        model.features(idx, rope=rope, cache=cache, rows=behind, n_new=lengths)
 
 
-def segment_logprobs(model, part, cache, rows_):
-    """Log-probabilities of the targets of some segments, their entropies, and which of them carry loss, all (B, T). With a cache, its
-    given rows hold what comes before."""
-    heads = [prefix_of(e) if cache is None and seg.start else 0 for e, seg in part]   # prefix tokens in front of a context
-    idx, lengths = training.padded([e.ids(0, n) + e.ids(seg.start, seg.end - 1) for n, (e, seg) in zip(heads, part, strict=True)],
-                                   model.lm_head.weight.device)
-    at = torch.arange(idx.size(1), device=idx.device)
-    n, start, head = (torch.tensor(x, device=idx.device)[:, None] for x in (lengths, [seg.start for _, seg in part], heads))
+def forward(model, cache, cache_rows, pieces):
+    """One pass over a segment of each trace; their rows of the cache hold what was carried there. -> Batch"""
+    device = model.lm_head.weight.device
+    inputs, positions = [], []
+    for trace, segment in pieces:
+        cut = segment.start > 0 and not segment.carried   # then the prefix stands in front of the context
+        prefix = range(trace.prefix) if cut else range(0)
+        context = range(segment.start, segment.end - 1)
+        inputs.append(trace.episode.ids(0, len(prefix)) + trace.episode.ids(context.start, context.stop))
+        positions.append([*prefix, *context])
+    idx, lengths = training.padded(inputs, device)        # (B, T)
     if cache is None:
-        positions = torch.where(at < head, at, at - head + start)
-        P = torch.tensor([prefix_of(e) for e, _ in part], device=idx.device)
-        x = model.features(idx, P, window, positions=positions, rope=rope)            # (B, Tc, n_embd)
+        P = torch.tensor([trace.prefix for trace, _ in pieces], device=device)
+        positions, _ = training.padded(positions, device)
+        x = model.features(idx, P, window, positions=positions, rope=rope)  # (B, T, n_embd)
     else:
-        x = model.features(idx, rope=rope, cache=cache, rows=rows_, n_new=lengths)
-    n_targets = torch.tensor([seg.end - seg.first for _, seg in part], device=idx.device)[:, None]
-    place = torch.arange(int(n_targets.max()), device=idx.device) < n_targets         # (B, T)
-    targets = torch.tensor([t for e, seg in part for t in e.ids(seg.first, seg.end)], device=idx.device)
-    flat = training.token_logprobs(x[(at >= n - n_targets) & (at < n)], model.lm_head.weight, targets, temperature)
-    logp, entropy = (torch.zeros(place.shape, dtype=f.dtype, device=f.device).masked_scatter(place, f) for f in flat)
-    mask = table([e.sampled for e, _ in part], part, logp).bool()
-    return logp, torch.where(mask, entropy, 0), mask
+        x = model.features(idx, rope=rope, cache=cache, rows=cache_rows, n_new=lengths)
+
+    row_of, column_of, tokens, old, advantage, weight = [], [], [], [], [], []
+    for row, (trace, segment) in enumerate(pieces):
+        episode, shift = trace.episode, lengths[row] - segment.end + len(trace.episode.prompt)
+        for t in trace.trained(segment):
+            row_of.append(row)
+            column_of.append(shift + t)                   # of the input before the token
+            tokens.append(episode.tokens[t])
+            old.append(episode.logprobs[t])
+            advantage.append(episode.advantage)
+            weight.append(trace.weight)
+    x = x[row_of, column_of]                              # (n, n_embd)
+    targets = torch.tensor(tokens, device=device)
+    logp, entropy = training.token_logprobs(x, model.lm_head.weight, targets, temperature)
+    others = [torch.tensor(values, dtype=logp.dtype, device=device) for values in (old, advantage, weight)]
+    return Batch(logp, entropy, *others)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# evaluation and the plan
+# -----------------------------------------------------------------------------------------------------------
+# evaluation and logs
 
-def evaluate(model, tokenizer, longer, heat, rank=0, world=1):
-    """One completion of each of eval_size held-out problems, with `longer` times the tokens (and problems as much longer, where the
-    task knows how). -> dict of the share that is right, mean tokens, share that finished"""
+def evaluate(model, tokenizer, longer, heat):
+    """One completion of each of eval_size held-out problems, with `longer` times the tokens (and problems as
+    much longer, where the task knows how). -> share that is right, mean tokens, share that finished"""
     source = load_task(task, seed, held_out=True, longer=longer)
-    numbers = range(rank, min(eval_size, source.size or eval_size), world)
+    numbers = training.share(range(min(eval_size, source.size or eval_size)))
     problems = [ask_for_length(source.problem(n), length_targets, -1 - n, seed) for n in numbers]
-    prompts = [prompt_ids(p, tokenizer, system, template_args) for p in problems]
-    done = generate(model, prompts, longer * max_new_tokens, prefix_len=prefix_len, window=window, rope=rope, temperature=heat,
-                    top_p=1.0, stop_ids=tokenizer.eos_ids, n_vocab=tokenizer.n_vocab, rows=rows, compile=compile,
-                    seed=[sample_seed(-1 - n) for n in numbers])
-    finished = [c.finish_reason == "stop" for c in done]
-    said = [c.tokens[:len(c.tokens) - f] for c, f in zip(done, finished, strict=True)]
-    right = [float(source.score(p, text_of(tokens, c.prompt, tokenizer), tokens, c.finish_reason))
-             for p, c, tokens in zip(problems, done, said, strict=True)]
-    n, *sums = training.all_reduce([len(done), sum(right), sum(len(c.tokens) for c in done), sum(finished)])
-    return dict(zip(("solved", "length", "finished"), (x / max(n, 1) for x in sums), strict=True))
+    seeds = [sample_seed(-1 - n) for n in numbers]
+    mine = answer(model, tokenizer, source, problems, seeds, longer * max_new_tokens, heat)
+    return outcome(training.gather(mine))
 
 
-def saved_bytes(model, n_tokens):
-    """Bytes that the backward of a sequence of n_tokens needs: measured, weights not counted."""
-    seen, weights = {}, {p.untyped_storage().data_ptr() for p in model.parameters()}
-
-    def pack(t):
-        storage = t.untyped_storage()
-        if storage.data_ptr() not in weights:
-            seen[storage.data_ptr()] = storage.nbytes()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        x = model.features(torch.zeros(1, n_tokens, dtype=torch.long, device=model.lm_head.weight.device), 0, window, rope=rope)
-    return sum(seen.values()) + x.nbytes
+def evaluations(model, tokenizer, greedy=False):
+    """Held-out problems at the trained length and at twice it, and greedy. -> row of the log"""
+    ways = [("eval", 1, eval_temperature), ("eval2x", 2, eval_temperature)]
+    if greedy:
+        ways.append(("greedy", 1, 0))
+    row = {}
+    for name, longer, heat in ways:
+        found = evaluate(model, tokenizer, longer, heat)
+        row |= {f"{name}_{key}": value for key, value in found.items()}
+    return row
 
 
-def show_plan(model, optimizer, tokenizer, source, reference):
-    """Print what this configuration keeps in memory and where, then sample a token with a full cache and train one step on completions
-    of max_new_tokens: what does not fit fails now. -> dict of bytes"""
-    config, weight = model.config, model.lm_head.weight
-    prompt = prompt_ids(source.draw(0), tokenizer, system, template_args)
-    longest = len(prompt) + max_new_tokens
-    P = len(prompt) if prefix_len is None else min(prefix_len, longest)
-    windows = [w and min(w, max_new_tokens) for w in layer_windows(config, window)]
-    row = row_bytes(config, windows, P, longest, weight.dtype)
-    n_rows = min(batch_prompts * group_size, rows or max(int(0.8 * free_bytes(weight.device) / row), 1))
-    W = training_window(config)
-    cut = segments(len(prompt), max_new_tokens, P, W, context_mult, carry, loss_on)
-    seg = max(cut, key=lambda s: s.end - s.start)
-    passed = seg.end - 1 - seg.start + (P if seg.start and not carry else 0)
-    targets, vocab = min(seg.end - seg.first, passed) * micro_batch, config.vocab_size
-    per_token = (saved_bytes(model, 256) - saved_bytes(model, 128)) / 128
-    where = str(weight.device)
-    there, n_weights = str(next(iter(optimizer.masters.values())).device), sum(p.nbytes for p in model.parameters())
-    n_masters = sum(p.nbytes for p in optimizer.masters.values())
-    lines = [  # name, bytes, where, what
-        ("weights", n_weights, where, ""), ("reference", n_weights if kl_coef else 0, where, "for the KL"),
-        ("masters", n_masters if optimizer.has_masters else 0, there, "in float32"), ("gradients", n_masters, there, ""),
-        ("moments", 2 * n_masters, there, "of AdamW"),
-        ("sampling_cache", n_rows * row, where, f"{n_rows} rows of up to {max(P + w if w else longest for w in windows):,} tokens"),
-        ("carried_cache", micro_batch * row * any(s.carried for s in cut), where, f"{micro_batch} rows"),
-        ("activations", int(micro_batch * passed * per_token), where, f"{micro_batch} x {passed:,} tokens"),
-        ("logits", 12 * min(targets * vocab, max(training.LOGITS, vocab)), where, f"{targets:,} targets, some at a time")]
-    for name, n, place, what in lines:
-        if n:
-            print(f"{name:16}{n / 1e9:10.3f} GB  {place}  {what}")
-    print("the sampling cache is freed before what stands below it and the gradients are needed; rows=None takes as many rows as fit")
-    cache = SlidingCache(config, n_rows, P, windows, max_len=longest, dtype=weight.dtype, device=weight.device)
-    with torch.no_grad():
-        model.features(torch.zeros(n_rows, 1, dtype=torch.long, device=weight.device), rope=rope, cache=cache)
-    del cache
-    tokens = [(7 * i) % min(tokenizer.n_vocab, vocab) for i in range(max_new_tokens)]
-    episodes = [Episode(prompt, tokens, [-1.0] * max_new_tokens, [True] * max_new_tokens, "stop", advantage=1.0 - 2 * (i % 2))
-                for i in range(micro_batch)]
-    update_policy(model, optimizer, episodes, 0.0, reference)
-    peak, memory = peak_bytes(weight.device)
-    print(f"{'peak':16}{peak / 1e9:10.3f} GB  {memory}, of one step on completions of {max_new_tokens:,} tokens")
-    return {f"{name}_bytes": n for name, n, _, _ in lines} | dict(peak_memory_bytes=peak)
+def outcome(episodes):
+    """What some scored completions are like, in the mean."""
+    return dict(
+        solved=mean([episode.correct for episode in episodes]),
+        length=mean([len(episode.tokens) for episode in episodes]),
+        finished=mean([episode.finish_reason == "stop" for episode in episodes]))
+
+
+def mean(values):
+    return sum(values) / len(values) if values else None
+
+
+METRICS = ["loss", "entropy", "ratio", "clip_fraction", "grad_norm"]  # of update_policy
+EVALUATIONS = [f"{way}_{what}" for way in ("eval", "eval2x", "greedy")
+               for what in ("solved", "length", "finished")]
+SHOWN = ["reward", "solved", "length_mean", "groups", "groups_dropped", "gap_k3", "rollout_s", "train_s",
+         "eval_solved", "eval2x_solved"]     # on the terminal
+
+
+def summary(kept, drawn, updates):
+    """What a step logs of all that it sampled, and of its updates."""
+    episodes = [episode for group in drawn for episode in group]
+    found = outcome(episodes)
+    row = dict(
+        reward=mean([episode.reward for episode in episodes]), solved=found["solved"],
+        length_mean=found["length"], length_max=max((len(e.tokens) for e in episodes), default=None),
+        finished=found["finished"], groups=len(drawn), groups_dropped=len(drawn) - len(kept))
+    for name in METRICS:
+        row[name] = mean([update[name] for update in updates])
+    for name in ("gap_k3", "gap_max"):       # after the first update the weights are no longer the sampler's
+        row[name] = updates[0][name] if updates else None
+    return row | dict(trained_tokens=sum(update["trained_tokens"] for update in updates))
+
+
+def record(log, tokenizer, step, row, drawn):
+    """Log a row, and some of the completions as text."""
+    log.row(step=step, **row)
+    for episode in [episode for group in drawn for episode in group][:samples_per_step]:
+        log.sample(
+            step=step, problem=episode.problem, reward=episode.reward, correct=episode.correct,
+            n_tokens=len(episode.tokens), finish_reason=episode.finish_reason,
+            prompt=tokenizer.decode(episode.prompt), text=tokenizer.decode(episode.tokens))
 
 
 def check():
+    """Raise ValueError for the first key that is out of range, where nothing later would name it."""
+    counts = [(key, globals()[key] >= 1, "at least 1")
+              for key in ("batch_prompts", "max_new_tokens", "max_draws", "context_mult")]
     training.check(
-        globals(), ("group_size", group_size >= 2, "at least 2: an advantage compares completions"),
+        globals(), *counts,
+        ("group_size", group_size >= 2, "at least 2: an advantage compares completions"),
         ("temperature", temperature > 0, "above 0: there is nothing to learn from equal completions"),
-        *((key, globals()[key] >= 1, "at least 1") for key in ("batch_prompts", "max_new_tokens", "max_draws", "context_mult")),
-        ("rows", rows is None or rows >= 1, "None (as many as fit) or at least 1"), ("async_level", async_level >= 0, "at least 0"),
-        ("updates_per_batch", 1 <= updates_per_batch <= batch_prompts * group_size, "1 to the number of completions"),
-        ("loss_on", loss_on in ("tail", "all"), "tail or all"), ("eval_temperature", eval_temperature >= 0, "at least 0"),
-        ("loss", loss in ("grpo", "masked_is", "dppo"), "grpo, masked_is or dppo"), ("kl_coef", kl_coef >= 0, "at least 0"),
-        ("eps_low", 0 <= eps_low <= 1, "0 to 1"), ("eps_high", eps_high >= 0, "at least 0"),
-        ("delta", delta >= 1 + eps_high, "at least 1 + eps_high"), ("beta", 0 <= alpha < 1 < beta, "above 1, and alpha from 0 to below 1"),
-        ("normalise", normalise in ("token", "fixed", "sequence"), "token, fixed or sequence"),
+        ("updates_per_batch", 1 <= updates_per_batch <= batch_prompts * group_size, "1 to the completions"),
+        ("loss_on", loss_on in ("tail", "all"), "tail or all"),
+        ("eval_temperature", eval_temperature >= 0, "at least 0"),
+        ("eps_low", 0 <= eps_low <= 1, "0 to 1"),
+        ("eps_high", eps_high >= 0, "at least 0"),
+        ("delta", delta >= 1 + eps_high, "at least 1 + eps_high"),
         ("truncated", truncated in ("keep", "zero", "drop"), "keep, zero or drop"),
         ("overlong_margin", 0 <= overlong_margin <= max_new_tokens, "0 to max_new_tokens"),
-        ("length_targets", all(type(n) is int and n > 0 for n in length_targets), "a list of numbers of tokens"),
-        ("max_pass", 0 <= min_pass <= max_pass <= 1, f"0 to 1, and not below min_pass={min_pass!r}"),
-        ("pass_rates", pass_rates or (min_pass, max_pass) == (0, 1), "a file for min_pass and max_pass to choose by"),
-        ("init_from", init_from != "scratch", "a model that gets some answers right: make one with train_sft.py"))
+        ("init_from", init_from != "scratch", "a model that gets some answers right (train_sft.py)"))
     check_reward(reward, length_targets)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------------------
+
+def train_step(model, tokenizer, optimizer, source, state, step):
+    """One batch of rollouts and the updates on it. -> what to log, and all groups that were drawn"""
+    began = time.perf_counter()
+    kept, drawn = collect(model, tokenizer, source, state)
+    rollout_s = time.perf_counter() - began
+    batch = [episode for group in kept for episode in group]
+    rate = training.learning_rate(step, lr, warmup_steps, schedule, max_steps)
+    updates = []
+    for u in range(updates_per_batch):
+        updates.append(update_policy(model, optimizer, batch[u::updates_per_batch], rate))
+    train_s = time.perf_counter() - began - rollout_s
+    row = summary(kept, drawn, [update for update in updates if update])
+    sampled = sum(len(episode.tokens) for group in drawn for episode in group)
+    rates = dict(
+        lr=rate, rollout_s=rollout_s, train_s=train_s,
+        rollout_tokens_per_s=sampled / max(rollout_s, 1e-9),
+        train_tokens_per_s=row["trained_tokens"] / max(train_s, 1e-9),
+        peak_memory_bytes=peak_bytes(model.lm_head.weight.device)[0])
+    return row | rates, drawn
+
+
+def load(init, device_name):
+    """The model, its tokenizer and a fresh optimizer."""
+    location, weights_dtype = device_and_dtype(device_name, dtype)
+    model = GPT.from_pretrained(init, dtype=weights_dtype, device=location)
+    model.checkpointing = checkpointing
+    optimizer = training.Optimizer(
+        model, lr=lr, betas=(0.9, beta2), weight_decay=weight_decay, master_device=master_device)
+    return model, load_tokenizer(init), optimizer
+
 
 def main():
     check()
-    rank, world, name = training.start_processes(device)
-    where, kind = device_and_dtype(name, dtype)
+    rank, _, device_name = training.start_processes(device)
     source = load_task(task, seed)
-    if pass_rates:
-        source = between(source, pass_rates, min_pass, max_pass)
-    out, init, state = (None, init_from, None) if plan else training.open_run(out_dir, init_from, "train_rl.py")
-    model, tokenizer = GPT.from_pretrained(init, dtype=kind, device=where), load_tokenizer(init)
-    folder = local_folder(init, TOKENIZER_FILES)
-    training_window(model.config)                                                     # a bad window is named now
-    model.checkpointing = checkpointing
-    optimizer = training.Optimizer(model, lr=lr, betas=(0.9, beta2), weight_decay=weight_decay, master_device=master_device)
+    out, init, state = training.open_run(out_dir, init_from, "train_rl.py")
+    model, tokenizer, optimizer = load(init, device_name)
     if state is None:
-        began_from = str(Path(init).resolve() if Path(init).exists() else init)       # `last` may be turned to another checkpoint
-        state = dict(script="train_rl.py", step=0, cursor=0, began_from=began_from, queue=[])
+        began_from = Path(init).resolve() if Path(init).exists() else init    # `last` may be turned elsewhere
+        state = dict(script="train_rl.py", step=0, cursor=0, began_from=str(began_from))
     training.same_keys(globals(), state)
-    first, cursor = state["step"], state["cursor"]
-    queue = [[Episode(**e) for e in batch] for batch in state["queue"]]               # batches that wait to be trained on
+    first = state["step"]
     if first:
         optimizer.load(Path(init) / "optimizer.safetensors")
-    reference = GPT.from_pretrained(state["began_from"], dtype=kind, device=where).requires_grad_(False) if kl_coef else None
-    if plan:
-        print(json.dumps(show_plan(model, optimizer, tokenizer, source, reference)))
-        return
-    log, stop, progress = training.Log(out, first) if rank == 0 else None, training.Stop(), training.Progress(first, max_steps)
-    board = start_wandb(out) if rank == 0 and wandb_project else None
+    log = training.Log(out, first, wandb_project, globals()) if rank == 0 else None
+    stop, progress = training.Stop(), training.Progress(first, max_steps)
+
     step = first - 1
     for step in range(first, max_steps):
         row = dict.fromkeys(EVALUATIONS)
         if eval_every and step % eval_every == 0:
-            row |= evaluations(model, tokenizer, rank, world)
-        began, drawn, n_kept = time.perf_counter(), [], 0
-        while len(queue) <= async_level:
-            kept, new, cursor = collect(model, tokenizer, source, cursor, step, rank, world)
-            queue.append([e for group in kept for e in group])
-            drawn, n_kept = drawn + new, n_kept + len(kept)
-        rollout_s, batch = time.perf_counter() - began, queue.pop(0)
-        rate = training.learning_rate(step, lr, warmup_steps, schedule, max_steps)
-        updates = [update_policy(model, optimizer, batch[u::updates_per_batch], rate, reference, rank, world)
-                   for u in range(updates_per_batch)]
-        updates = [u for u in updates if u]
-        train_s = time.perf_counter() - began - rollout_s
-        row = summary(drawn, n_kept, updates) | dict(lr=rate) | row | dict(
-            rollout_tokens_per_s=sum(len(e.tokens) for g in drawn for e in g) / max(rollout_s, 1e-9),
-            train_tokens_per_s=sum(u["trained_tokens"] for u in updates) / max(train_s, 1e-9),
-            rollout_s=rollout_s, train_s=train_s, peak_memory_bytes=peak_bytes(where)[0], remaining_s=progress.remaining_s(step))
+            row |= evaluations(model, tokenizer)
+        measured, drawn = train_step(model, tokenizer, optimizer, source, state, step)
+        row |= measured | dict(remaining_s=progress.remaining_s(step))
         stopping = bool(stop)
         if rank == 0:
-            record(log, board, progress, tokenizer, step, row, drawn)
-            if save_every and (step + 1) % save_every == 0 or step + 1 == max_steps or stopping:
-                state |= dict(cursor=cursor, queue=[[asdict(e) for e in b] for b in queue])
-                training.save_run(out, step + 1, model, optimizer, state, folder)
+            record(log, tokenizer, step, row, drawn)
+            shown = [f"{name} {row[name]:.3g}" for name in SHOWN if row[name] is not None]
+            progress.line(step, "  ".join(shown))
+            if stopping or step + 1 == max_steps or save_every and (step + 1) % save_every == 0:
+                training.save_run(out, step + 1, model, optimizer, state, local_folder(init, TOKENIZER_FILES))
         if stopping:
             break
+
     result = dict(steps=step + 1, out_dir=out_dir)
     if step + 1 == max_steps and eval_every:
-        row = evaluations(model, tokenizer, rank, world) | named("greedy", evaluate(model, tokenizer, 1, 0, rank, world))
-        if rank == 0:
-            log.row(step=max_steps, **row)
-            if board:
-                board.log(row, step=max_steps)
+        row = evaluations(model, tokenizer, greedy=True)
         result |= {key: round(value, 4) for key, value in row.items()}
+        if rank == 0:
+            record(log, tokenizer, max_steps, row, [])
     if rank == 0:
         print(json.dumps(result))
-
-
-EVALUATIONS = [f"{name}_{what}" for name in ("eval", "eval2x", "greedy") for what in ("solved", "length", "finished")]
-
-
-def evaluations(model, tokenizer, rank, world):
-    """Held-out problems at the trained length and at twice it."""
-    return named("eval", evaluate(model, tokenizer, 1, eval_temperature, rank, world)) | named(
-        "eval2x", evaluate(model, tokenizer, 2, eval_temperature, rank, world))
-
-
-def named(prefix, values):
-    return {f"{prefix}_{key}": value for key, value in values.items()}
-
-
-def summary(drawn, n_kept, updates):
-    """The row of a step: what was sampled, and what the updates were like (the gap is the first one's: later ones moved the weights)."""
-    episodes = [e for g in drawn for e in g]
-
-    def mean(values):
-        return sum(values) / len(values) if values else None
-
-    lengths = [len(e.tokens) for e in episodes]
-    return dict(
-        reward=mean([e.reward for e in episodes]), solved=mean([e.correct for e in episodes]), length_mean=mean(lengths),
-        length_max=max(lengths, default=None), finished=mean([e.finish_reason == "stop" for e in episodes]), groups=len(drawn),
-        groups_dropped=len(drawn) - n_kept,
-        **{key: mean([u[key] for u in updates]) for key in ("loss", "entropy", "ratio", "clip_fraction", "kl", "grad_norm")},
-        gap_k3=updates[0]["gap_k3"] if updates else None, gap_max=updates[0]["gap_max"] if updates else None,
-        trained_tokens=sum(u["trained_tokens"] for u in updates))
-
-
-def record(log, board, progress, tokenizer, step, row, drawn):
-    log.row(step=step, **row)
-    for e in [e for group in drawn for e in group][:samples_per_step]:
-        log.sample(step=step, problem=e.problem, reward=e.reward, correct=e.correct, n_tokens=len(e.tokens), finish_reason=e.finish_reason,
-                   prompt=tokenizer.decode(e.prompt), text=tokenizer.decode(e.tokens))
-    if board:
-        board.log({key: value for key, value in row.items() if value is not None}, step=step)
-    progress.line(step, f"reward {row['reward'] or 0:.3f}  solved {row['solved'] or 0:.3f}  length {row['length_mean'] or 0:.0f}  "
-                  f"groups dropped {row['groups_dropped']}/{row['groups']}  "
-                  + ("no update: no group has a signal  " if row["gap_k3"] is None else f"gap {row['gap_k3']:.0e}  ")
-                  + f"rollout {row['rollout_s']:.1f} s  train {row['train_s']:.1f} s" + "".join(
-                      f"  {key} {row[key]:.3f}" for key in ("eval_solved", "eval2x_solved") if row[key] is not None))
-
-
-def start_wandb(out):
-    try:
-        import wandb
-    except ImportError:
-        raise ValueError(f"wandb_project={wandb_project!r} needs the package wandb: pip install wandb") from None
-    return wandb.init(project=wandb_project, name=out.name, dir=str(out), config=settings(globals()))
 
 
 if __name__ == "__main__":

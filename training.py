@@ -179,6 +179,13 @@ def all_reduce(values, op="sum"):
     return t.tolist()
 
 
+def share(items):
+    """This process's share of a list."""
+    if not dist.is_initialized():
+        return items
+    return items[dist.get_rank()::dist.get_world_size()]
+
+
 def gather(items):
     """The lists of all processes, as one list for each of them."""
     if not dist.is_initialized():
@@ -282,7 +289,8 @@ def same_keys(keys, state):
 class Log:
     """Rows to a CSV file and samples to a JSON-lines file, each flushed as it comes; a resumed run's are cut back to its step."""
 
-    def __init__(self, out, step):
+    def __init__(self, out, step, wandb_project="", keys=None):
+        self.board = start_wandb(wandb_project, out, keys) if wandb_project else None
         self.rows, self.samples = out / "log.csv", out / "samples.jsonl"
         old = []
         if self.rows.exists() and step:
@@ -308,10 +316,34 @@ class Log:
                 csv.writer(file).writerow(self.columns)
             cells = [values.get(c) for c in self.columns]
             csv.writer(file).writerow([f"{x:.6g}" if isinstance(x, float) else "" if x is None else x for x in cells])
+        if self.board:
+            self.board.log({name: value for name, value in values.items() if value is not None}, step=values["step"])
 
     def sample(self, **values):
         with open(self.samples, "a", encoding="utf-8") as file:
             file.write(json.dumps(values, ensure_ascii=False) + "\n")
+
+
+def start_wandb(project, out, keys):
+    try:
+        import wandb
+    except ImportError:
+        raise ValueError(f"wandb_project={project!r} needs the package wandb: pip install wandb") from None
+    return wandb.init(project=project, name=out.name, dir=str(out), config=settings(keys))
+
+
+def sampling_progress(n):
+    """An on_token for generate() that says every 20 seconds how far n completions have come."""
+    sampled, shown = 0, time.perf_counter()
+
+    def on_token(i, token):
+        nonlocal sampled, shown
+        sampled += 1
+        if time.perf_counter() - shown > 20:
+            shown = time.perf_counter()
+            print(f"sampling {n} completions: {sampled:,} tokens so far", file=sys.stderr, flush=True)
+
+    return on_token
 
 
 class Progress:
