@@ -14,13 +14,12 @@ import torch
 
 import train_rl
 from checkpoint import read_json
-from configurator import run_fork
+from configurator import configure, run
 from model import GPT
 
 kl_coef = 0.01  # weight of the penalty, at least 0
 
 plain_passes, plain_loss = train_rl.passes, train_rl.policy_loss
-train_rl.METRICS.append("kl")
 
 
 @functools.cache
@@ -50,4 +49,7 @@ def policy_loss(batch):
 
 
 if __name__ == "__main__":
-    run_fork(train_rl, globals(), passes, policy_loss)
+    configure(globals(), train_rl)
+    train_rl.passes, train_rl.policy_loss = passes, policy_loss
+    train_rl.METRICS.append("kl")
+    run(train_rl.main)

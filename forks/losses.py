@@ -11,7 +11,7 @@ pull back to the sampler (prime-rl, August 2026).
 import torch
 
 import train_rl
-from configurator import run_fork
+from configurator import configure, run
 
 loss = "masked_is"     # grpo (that of train_rl.py) | masked_is | dppo
 alpha = 0.5            # masked_is: tokens with smaller ratios are dropped, 0 to below 1
@@ -66,4 +66,6 @@ def advantages(rewards):
 
 
 if __name__ == "__main__":
-    run_fork(train_rl, globals(), policy_loss, token_weights, advantages)
+    configure(globals(), train_rl)
+    train_rl.policy_loss, train_rl.token_weights, train_rl.advantages = policy_loss, token_weights, advantages
+    run(train_rl.main)

@@ -9,7 +9,7 @@ same time: batches wait in a queue, which is the same staleness without copies o
 from dataclasses import asdict
 
 import train_rl
-from configurator import run_fork
+from configurator import configure, run
 from train_rl import Episode
 
 async_level = 1  # how many steps old the sampling policy is, at least 0
@@ -29,4 +29,6 @@ def collect(model, tokenizer, source, state):
 
 
 if __name__ == "__main__":
-    run_fork(train_rl, globals(), collect)
+    configure(globals(), train_rl)
+    train_rl.collect = collect
+    run(train_rl.main)

@@ -13,7 +13,7 @@ import torch
 
 import train_rl
 import training
-from configurator import run_fork
+from configurator import configure, run
 from device import free_bytes, peak_bytes
 from sliding_cache import SlidingCache, layer_windows, row_bytes
 from tasks import load_task, prompt_ids
@@ -108,4 +108,5 @@ def main():
 
 
 if __name__ == "__main__":
-    run_fork(train_rl, globals(), main)
+    configure(globals(), train_rl)
+    run(main)
