@@ -7,8 +7,8 @@ One decoder, GPT, for training from scratch and for Llama / SmolLM2, Qwen2 / R1-
 
 The three families are one architecture with three switches: RMSNorm, RoPE, grouped-query attention and SwiGLU
 throughout; a bias on q, k and v in Qwen2; a norm on q and k in Qwen3; a head that is or is not the embedding.
-The submodules carry the names of Hugging Face's files: a state dict *is* their layout. checkpoint.py reads and
-writes the files.
+The submodules carry the names of Hugging Face's files: a state dict *is* their layout. checkpoint.py reads
+and writes the files.
 
 Left out on purpose: dropout, mixtures of experts, biases other than q/k/v. A file that needs them is refused.
 """
@@ -124,8 +124,8 @@ def yarn_keep(config):
     scaling, dim = config.rope_scaling, config.head_dim
 
     def pair_that_turns(times):
-        wavelength = scaling["original_max_position_embeddings"] / (times * 2 * math.pi)
-        return dim * math.log(wavelength) / (2 * math.log(config.rope_theta))
+        positions_per_radian = scaling["original_max_position_embeddings"] / (times * 2 * math.pi)
+        return dim * math.log(positions_per_radian) / (2 * math.log(config.rope_theta))
 
     first = pair_that_turns(scaling.get("beta_fast") or 32)
     last = pair_that_turns(scaling.get("beta_slow") or 1)
