@@ -131,7 +131,7 @@ class Tokenizer:
         self._control, self._special_control = beginnings(self._added), beginnings(special)
         self._template = settings.get("chat_template")
         if isinstance(self._template, list):
-            self._template = next(item["template"] for item in self._template if item["name"] == "default")
+            self._template = {item["name"]: item["template"] for item in self._template}.get("default")
         self._names = {}  # the control strings that templates know by their role
         for role in ("bos_token", "eos_token", "unk_token", "pad_token"):
             if token := settings.get(role):
@@ -290,8 +290,8 @@ def pattern_of(pre_tokenizer):
             return regex
     raise ValueError(
         f"pre_tokenizer {json.dumps(pre_tokenizer)} is not supported; known are ByteLevel, Digits "
-        "(individual) + ByteLevel, and the Split patterns of Qwen2, Qwen3, Qwen3.5 and Llama-3 + ByteLevel, all without "
-        "add_prefix_space")
+        "(individual) + ByteLevel, and the Split patterns of Qwen2, Qwen3, Qwen3.5 and Llama-3 + ByteLevel, all "
+        "without add_prefix_space")
 
 
 def python_pattern(pattern):
