@@ -289,16 +289,16 @@ def pattern_of(pre_tokenizer):
         if kinds == "Split+ByteLevel" and regex in SPLITS and first["behavior"] == "Isolated":
             return regex
     raise ValueError(
-        f"pre_tokenizer {json.dumps(pre_tokenizer)} is not supported; known are ByteLevel, Digits "
-        "(individual) + ByteLevel, and the Split patterns of Qwen2, Qwen3, Qwen3.5 and Llama-3 + ByteLevel, all "
-        "without add_prefix_space")
+        f"pre_tokenizer {json.dumps(pre_tokenizer)} is not supported; known are ByteLevel, Digits (individual)"
+        " + ByteLevel, and the Split patterns of Qwen2, Qwen3, Qwen3.5 and Llama-3 + ByteLevel, all without"
+        " add_prefix_space")
 
 
 def python_pattern(pattern):
     """A pattern in tiktoken's language for Python's `re`. Other libraries know another version of Unicode,
     so \\p{L}, \\p{N}, \\p{M} and \\s are written out as what they mean in tiktoken, and so in
     `tokenizers`."""
-    def write_out(match):
+    def write_out(match):  # a class in brackets, or one of the names alone
         inside = match[0].strip("[]")
         return "[" + re.sub(r"\\p\{\w\}|\\s", lambda name: characters(name[0]), inside) + "]"
 
@@ -343,7 +343,7 @@ class BytePairs:
         self.whole = {}  # bytes -> id, where a whole piece may be a token that no merges build (Llama-3)
         for token, token_id in vocab.items():
             data = spelled(token)
-            if data is None or token in added and len(data) > 1:  # control strings are never made of text
+            if not data or token in added and len(data) > 1:  # control strings are never made of text
                 continue
             if model.get("ignore_merges"):
                 self.whole[data] = token_id
@@ -454,7 +454,7 @@ def compile_template(source):
     environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
     environment.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
     # {% generation %} and {% endgeneration %} tell other trainers what to train on. Here they do nothing
-    source = re.sub(r"(\{%[-+]?\s*)(end)?generation\b", r"\1set generation = true", source)
+    source = re.sub(r"(\{%[-+]?\s*)(end)?generation\b", r"\1set ignored = true", source)
     return environment.from_string(source)
 
 
