@@ -289,9 +289,9 @@ def pattern_of(pre_tokenizer):
         if kinds == "Split+ByteLevel" and regex in SPLITS and first["behavior"] == "Isolated":
             return regex
     raise ValueError(
-        f"pre_tokenizer {json.dumps(pre_tokenizer)} is not supported; known are ByteLevel, Digits (individual)"
-        " + ByteLevel, and the Split patterns of Qwen2, Qwen3, Qwen3.5 and Llama-3 + ByteLevel, all without"
-        " add_prefix_space")
+        f"pre_tokenizer {json.dumps(pre_tokenizer)} is not supported; known are ByteLevel, Digits"
+        " (individual) + ByteLevel, and the Split patterns of Qwen2, Qwen3, Qwen3.5 and Llama-3 + ByteLevel,"
+        " all without add_prefix_space")
 
 
 def python_pattern(pattern):
