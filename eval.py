@@ -76,7 +76,7 @@ from pathlib import Path
 import numpy as np
 
 import lab.figures as figures
-from checkpoint import MODEL_FILES, fingerprint, local_folder, read_json, replacing
+from checkpoint import MODEL_FILES, fingerprint, local_folder, read_config, read_json, replacing
 from device import device_and_dtype
 from engine import POLICIES, Thinking, generate
 from lab.bench import print_table, rounded
@@ -446,7 +446,7 @@ def main():
     numbers = {name: range(min(n_problems, source.size or n_problems)) for name, source in sources.items()}
     ways, (where, kind) = arms(), device_and_dtype(device, dtype)
     folders = {arm.weights: models[arm.weights] if arm.weights else init_from for arm in ways}
-    configs = {w: GPTConfig.from_hf(read_json(local_folder(f, MODEL_FILES) / "config.json")) for w, f in folders.items()}
+    configs = {w: GPTConfig(**read_config(local_folder(f, MODEL_FILES))) for w, f in folders.items()}
     tokenizers = {w: load_tokenizer(folder) for w, folder in folders.items()}
     for arm in ways:
         if arm.policy in RESTARTS and (taken := room_taken(arm.policy, tokenizers[arm.weights])) >= arm.window:

@@ -7,7 +7,7 @@ import pytest
 from conftest import ROOT
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from configurator import _parse, _typed
+from configurator import _keys, _parse, _typed
 
 SCRIPT = '''"""A script.
 
@@ -173,6 +173,117 @@ def test_importing_a_script_configures_nothing(tmp_path):
         text=True,
     )
     assert result.stdout.strip() == "4096 encode_prompt", result.stderr
+
+
+FORK = '''"""A fork.
+
+    python -m forks.twice --factor=3
+"""
+import script
+from configurator import configure, run
+
+factor = 2                    # of the steps, >= 1
+lr = 0.5                      # another default
+best: int | None = None       # None or >= 0
+
+def result():
+    return dict(script_result(), factor=factor, theirs=script.factor, best=best)
+
+if __name__ == "__main__":
+    configure(globals(), script)
+    script_result, script.result = script.result, result
+    run(script.main)
+'''
+SCRIPT_OF_FORK = '''"""A script."""
+lr = 1e-3                     # learning rate, > 0
+steps: int | None = 10        # whole number, or None
+
+from configurator import configure, run, settings
+
+configure(globals())
+import json
+
+LIMIT = 100
+def result():
+    return settings(globals())
+
+def main():
+    if steps > LIMIT:
+        raise ValueError(f"steps={steps}: must be at most 100")
+    print(json.dumps(result()))
+
+if __name__ == "__main__":
+    run(main)
+'''
+
+
+@pytest.fixture
+def fork(call, tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT_OF_FORK)
+    (tmp_path / "forks").mkdir()
+    (tmp_path / "forks" / "twice.py").write_text(FORK)
+
+    def fork(*args, **files):
+        for name, text in files.items():
+            (tmp_path / f"{name}.py").write_text(text, encoding="utf-8")
+        return subprocess.run([sys.executable, "-m", "forks.twice", *args], cwd=tmp_path, capture_output=True, text=True)
+
+    return fork
+
+
+def test_a_fork_has_the_keys_of_its_script_and_its_own(fork):
+    """Both modules see the fork's values, and the script's settings, which go into its logs, hold them."""
+    default = dict(lr=0.5, steps=10, factor=2, theirs=2, best=None, debug=False)
+    assert values(fork()) == default
+    args = ("--steps=7", "--factor=3", "--lr=1", "--best=4")
+    assert values(fork(*args)) == default | dict(steps=7, factor=3, theirs=3, lr=1.0, best=4)
+    assert values(fork("a.py", a="factor = steps + 1")) == default | dict(factor=11, theirs=11)
+
+
+@pytest.mark.parametrize(
+    "args, part",
+    [
+        (["--fact=3"], "did you mean 'factor'"),
+        (["--stepz=3"], "did you mean 'steps'"),
+        (["--factor=x"], "factor wants int"),
+        (["--best=1.5"], "best wants int or None"),
+        (["--steps=1.5"], "steps wants int or None"),
+        (["--LIMIT=3"], "no key 'LIMIT'"),
+        (["--steps=101"], "steps=101: must be at most 100"),
+    ],
+)
+def test_wrong_arguments_of_a_fork_end_in_one_line(fork, args, part):
+    result = fork(*args)
+    assert result.returncode == 2 and result.stderr.count("\n") == 1 and part in result.stderr, result.stderr
+
+
+def test_debug_shows_the_traceback_of_a_fork(fork):
+    result = fork("--steps=101", "--debug=True")
+    assert result.returncode == 1 and "Traceback" in result.stderr
+
+
+def test_help_of_a_fork_lists_both(fork):
+    lines = [line.strip() for line in fork("--help").stdout.splitlines()]
+    assert lines[0] == "A fork." and "keys:" in lines
+    keys = {line.split("=")[0]: line for line in lines[lines.index("keys:") + 1:]}
+    assert list(keys) == ["--lr", "--steps", "--factor", "--best", "--debug"]
+    assert keys["--steps"].endswith("whole number, or None") and keys["--factor"].endswith("of the steps, >= 1")
+    assert keys["--lr"].startswith("--lr=0.5") and keys["--lr"].endswith("another default")
+
+
+def test_importing_a_fork_changes_nothing(fork, tmp_path):
+    code = "import script, forks.twice; print(script.lr, script.result.__module__, hasattr(script, 'factor'))"
+    result = subprocess.run([sys.executable, "-c", code, "--nonsense"], cwd=tmp_path, capture_output=True, text=True)
+    assert result.stdout.strip() == "0.001 script False", result.stderr
+
+
+def test_the_keys_of_an_imported_script_are_those_that_it_configures():
+    """A fork takes for keys what is lower-case plain data in the imported script: nothing else may look like it."""
+    import train_rl
+
+    result = subprocess.run([sys.executable, ROOT / "train_rl.py", "--help"], capture_output=True, text=True)
+    listed = [line.split("=")[0][4:] for line in result.stdout.split("keys:")[1].splitlines() if line.startswith("  --")]
+    assert set(_keys(vars(train_rl))) | {"debug"} == set(listed)
 
 
 @given(

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 from util import tiny_gpt
 
 from attention import visible
-from checkpoint import local_folder
+from checkpoint import hf_config, local_folder, read_config
 from device import device_and_dtype
 from model import GPT, GPTConfig, rope_frequencies
 
@@ -56,6 +56,13 @@ def hf_model(config, seed=0):
             if p.dim() == 1:  # norms and biases begin as ones and zeros: a dropped one would not show
                 p.add_(torch.randn_like(p) * (0.5 if name.endswith("bias") else 0.1))
     return model
+
+
+def read(folder, contents):
+    """The GPTConfig of a config.json with these contents."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(contents))
+    return GPTConfig(**read_config(folder))
 
 
 @pytest.fixture
@@ -117,13 +124,13 @@ def test_transformers_loads_what_we_save(name, save, tmp_path):
     assert [p.name for p in sorted((tmp_path / "ours").iterdir())] == ["config.json", "model.safetensors"]
 
 
-def test_oldest_config_files(save):
+def test_oldest_config_files(save, tmp_path):
     """Hub files carry rope_theta and rope_scaling, with "type" in the oldest; eos_token_id may be a list."""
     _, folder = save(MODELS["yarn scaling"])
     d = json.loads((folder / "config.json").read_text())
     rope = d.pop("rope_parameters")
     d |= dict(rope_theta=rope.pop("rope_theta"), rope_scaling=dict(rope, type=rope.pop("rope_type")), eos_token_id=[3, 5])
-    old, new = GPTConfig.from_hf(d), GPT.from_pretrained(folder).config
+    old, new = read(tmp_path / "old", d), GPT.from_pretrained(folder).config
     assert torch.equal(rope_frequencies(old)[0], rope_frequencies(new)[0]) and rope_frequencies(old)[1] == rope_frequencies(new)[1] > 1
     assert old.eos_ids == (3, 5)
 
@@ -182,7 +189,7 @@ def test_wrong_tensors_are_named(name, damage, message, save):
         (dict(rope_parameters=dict(rope_type="default", rope_theta=0)), "rope_theta=0"),
         (dict(rope_parameters=dict(full_attention=dict(rope_theta=1e4))), "one set for all layers"),
         (dict(quantization_config={"bits": 4}), "quantization_config"),
-        (dict(hidden_size=None), "lacks hidden_size"),
+        (dict(hidden_size=None), "hidden_size=None"),
         (dict(rope_parameters=dict(rope_type="longrope", rope_theta=1e4)), "rope scaling 'longrope'"),
         (dict(num_key_value_heads=3), "n_kv_head=3"),
         (dict(rope_parameters=dict(rope_type="yarn", rope_theta=1e4)), "'yarn' lacks factor"),
@@ -219,24 +226,27 @@ def test_damaged_and_absent_files(save, tmp_path):
         local_folder(tmp_path, [])
 
 
-def test_windows_of_hub_files():
+def test_windows_of_hub_files(tmp_path):
     """Hub files of Qwen2 say sliding_window 32768 and use_sliding_window false, and name no layer_types."""
     d = hf_model(MODELS["qwen2"]).config.to_dict()
     d |= dict(layer_types=None, sliding_window=32768, use_sliding_window=False, max_window_layers=0)
-    assert GPTConfig.from_hf(d).windows == (None, None, None)
-    assert GPTConfig.from_hf(d | dict(use_sliding_window=True, max_window_layers=1)).windows == (None, 32768, 32768)
+    assert read(tmp_path, d).windows == (None, None, None)
+    assert read(tmp_path, d | dict(use_sliding_window=True, max_window_layers=1)).windows == (None, 32768, 32768)
     del d["max_window_layers"]
-    assert GPTConfig.from_hf(d | dict(use_sliding_window=True)).windows == (None,) * 3
+    assert read(tmp_path, d | dict(use_sliding_window=True)).windows == (None,) * 3
 
 
 def test_end_tokens_and_defaults_survive_a_save(tmp_path):
     model = tiny_gpt(dtype=torch.float32, eos_ids=(3, 5))
     model.save_pretrained(tmp_path)
     assert GPT.from_pretrained(tmp_path).config.eos_ids == (3, 5) and not GPT.from_pretrained(tmp_path).training
-    d = GPTConfig(qk_norm=True).to_hf()
-    assert GPTConfig.from_hf({k: v for k, v in d.items() if k != "head_dim"}).head_dim == 128  # Qwen3's default is not n_embd / n_head
+    d = hf_config(GPTConfig(qk_norm=True))
+    del d["head_dim"]
+    assert read(tmp_path, d).head_dim == 128  # Qwen3's default is not n_embd / n_head
     old = dict(d, rope_scaling=dict(rope_type="yarn", factor=2.0), max_position_embeddings=64)
-    assert GPTConfig.from_hf(old).rope_scaling["original_max_position_embeddings"] == 64
+    assert read(tmp_path, old).rope_scaling["original_max_position_embeddings"] == 64
+    for ids, want in ((None, ()), (0, (0,)), ([7, 0], (7, 0))):
+        assert read(tmp_path, d | dict(eos_token_id=ids)).eos_ids == want
 
 
 @torch.no_grad()
@@ -260,12 +270,18 @@ def test_a_save_replaces_older_shards(save):
 def test_sizes_follow_from_each_other():
     c = GPTConfig(n_head=6, n_embd=384)
     assert (c.n_kv_head, c.head_dim, c.n_inner) == (6, 64, 1152)
-    wrong = (dict(n_kv_head=0), "at least 1"), (dict(n_layer=0), "at least 1"), (dict(n_head=6, n_kv_head=4), "n_kv_head=4")
+    wrong = (
+        (dict(n_kv_head=0), "at least 1"),
+        (dict(n_layer=0), "at least 1"),
+        (dict(n_head=6, n_kv_head=4), "n_kv_head=4"),
+        (dict(rope_scaling=dict(rope_type="linear", factor=2.0)), "rope scaling 'linear' is not supported"),
+        (dict(windows=(8, None)), "windows has 2 entries"),
+    )
     for change, message in wrong:
         with pytest.raises(ValueError, match=message):
             GPTConfig(**change)
     with pytest.raises(ValueError, match="none in a Llama"):
-        GPTConfig(windows=(None, 8, None, 8)).to_hf()
+        hf_config(GPTConfig(windows=(None, 8, None, 8)))
 
 
 def test_training_under_autocast():
