@@ -135,7 +135,7 @@ def read_rope(found, path):
     """RoPE's base and its scaling, a dict or None. transformers 5 writes both into rope_parameters; older
     files have rope_theta and rope_scaling, the oldest with "type" for "rope_type"."""
     rope = found.get("rope_parameters") or found.get("rope_scaling") or {}
-    if any(isinstance(value, dict) for value in rope.values()):
+    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
         raise ValueError(f"{path}: rope parameters {rope!r} are not supported, only one set for all layers")
     theta = rope.pop("rope_theta", found.get("rope_theta", 10000.0))
     if not isinstance(theta, int | float) or theta <= 1:

@@ -98,7 +98,10 @@ def load_tokenizer(path_or_hub_name):
         return tokenizer
     if (folder / "chat_template.jinja").exists():
         settings["chat_template"] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    return Tokenizer(str(path_or_hub_name), spec, settings, eos_ids)
+    try:
+        return Tokenizer(str(path_or_hub_name), spec, settings, eos_ids)
+    except (AttributeError, KeyError, TypeError) as error:  # a part is missing, or of another type
+        raise ValueError(f"{folder / 'tokenizer.json'} is damaged: {type(error).__name__} {error}") from error
 
 
 class Tokenizer:
