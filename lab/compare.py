@@ -1,19 +1,22 @@
 """
-One prompt under several policies, side by side: who still knows the names when the prompt lies far behind the window?
+One prompt under several policies, side by side: who still knows the names when the prompt has left the window?
 
     python -m lab.compare                                              # after: python data/smollm2/prepare.py
     python -m lab.compare --policies=prefix_sliding,sliding --window=128 --max_new_tokens=2000
-    python -m lab.compare --start="Tell me about the wizard Osric and his owl." --names=Osric,owl --num_samples=16
+    python -m lab.compare --start="Tell me about the wizard Osric and his owl." --names=Osric,owl
 
-Every policy samples the same number of completions from the same random streams (engine.POLICIES says what each policy is).
-The names stand in the prompt, which the window leaves behind after `window` tokens. A completion that still uses them in its last
-tokens has remembered them. How often it does says little, because a small model repeats itself: the share of completions counts.
+Every policy samples the same number of completions from the same random streams; engine.POLICIES says what each is.
+The names stand in the prompt, which the window leaves behind after `window` tokens. A completion that still uses them
+in its last tokens has remembered them. How often it does says little, because a small model repeats itself: the
+number of completions that do is what to compare.
 
-Printed: the end of the first completion of each policy, then a table, then one line of JSON.
+Printed: for each policy the last mention of a name in the first completion that has one, or else how the first
+completion ends; then a table, then one line of JSON.
 """
 init_from = "data/smollm2"        # a Hugging Face folder or a hub name
-start = ("Write a very long story in many chapters. The hero is a lighthouse keeper named Marlow. "
-         "His dog is called Biscuit. Together they look for the harbour of Port Ellery.")  # the prompt, a user message
+start = (                         # the prompt, a user message
+    "Write a very long story in many chapters. The hero is a lighthouse keeper named Marlow. "
+    "His dog is called Biscuit. Together they look for the harbour of Port Ellery.")
 names = "Marlow,Biscuit,Ellery"   # what is counted, separated by commas
 policies = "sliding,streaming,full,prefix_sliding"  # separated by commas
 window = 64                       # tokens, the current one included; full attention has none
@@ -22,11 +25,11 @@ max_new_tokens = 400              # tokens per completion, all of them: end toke
 last = 300                        # count in the last so many tokens of each completion
 temperature = 0.7                 # >= 0; 0 = always the most probable token
 top_p = 0.95                      # 0 < top_p <= 1
-lines = 3                         # of the end of a completion, to print
+excerpt = 300                     # characters of a completion to print
 seed = 1337                       # any int; completion i draws from the stream (seed, i), whatever the policy
-compile = False                   # True: faster steps, after some seconds of compiling (on a CPU: by a C compiler)
+compile = False                   # True: faster steps, after some seconds of compiling
 device = "auto"                   # auto (cuda, then mps, then cpu) | cpu | cuda | cuda:1 | mps
-dtype = "bfloat16"                # bfloat16 | float32 | float16 | auto (bfloat16 where the hardware has it, else float32)
+dtype = "bfloat16"                # bfloat16 | float32 | float16 | auto (see device.py)
 
 from configurator import configure, run
 
@@ -41,8 +44,6 @@ from device import device_and_dtype
 from engine import POLICIES, generate
 from model import GPT
 from tokenizer import load_tokenizer
-
-COLUMNS = 108
 
 
 def main():
@@ -60,21 +61,21 @@ def main():
     for policy in wanted:
         texts, row = sample_policy(model, tokenizer, prompt, policy)
         table.append(row)
-        print(f"--- {policy}: the end of its first completion\n{end_of(texts[0])}\n", flush=True)
+        print(f"--- {policy}: {passage(texts)}\n", flush=True)
     print_counts(table, len(prompt))
     print(json.dumps(dict(prompt_tokens=len(prompt), names=names.split(","), table=table)))
 
 
 def sample_policy(model, tokenizer, prompt, policy):
-    """Completions of the prompt under one policy. -> the text of the last tokens of each, a row of the table"""
+    """Completions of the prompt under one policy. -> (the text of the last tokens of each, a row of the table)"""
     settings = dict(window=window) | POLICIES[policy]
     stats = {}
     done = generate(
-        model, [prompt] * num_samples, max_new_tokens, **settings, temperature=temperature, top_p=top_p, seed=seed,
-        min_new_tokens=max_new_tokens, stop_ids=tokenizer.eos_ids, n_vocab=tokenizer.n_vocab, stats=stats,
-        on_token=progress(policy), compile=compile)
+        model, [prompt] * num_samples, max_new_tokens, **settings, min_new_tokens=max_new_tokens,
+        temperature=temperature, top_p=top_p, seed=seed, stop_ids=tokenizer.eos_ids, n_vocab=tokenizer.n_vocab,
+        on_token=progress(policy), stats=stats, compile=compile)
     texts = [tokenizer.decode(completion.tokens[-last:]) for completion in done]
-    decoded = num_samples * (max_new_tokens - 1)                       # the first tokens come from the prefill
+    decoded = num_samples * (max_new_tokens - 1)             # the first tokens come from the prefill
     return texts, dict(
         policy=policy,
         remembered=sum(count_names(text) > 0 for text in texts),
@@ -104,16 +105,27 @@ def count_names(text):
     return sum(text.count(name) for name in names.split(","))
 
 
-def end_of(text):
-    """The last lines of a text, as a paragraph."""
-    wrapped = textwrap.wrap(" ".join(text.split()), COLUMNS - 4)
-    return textwrap.indent("\n".join(wrapped[-lines:]), "    ")
+def passage(texts):
+    """A few lines of one of the texts, and which: around the last name in the first text that has one, else an end."""
+    for number, text in enumerate(texts, 1):
+        if count_names(text):
+            text = " ".join(text.split())
+            mention = max(text.rfind(name) for name in names.split(","))
+            words = text[max(mention - excerpt // 2, 0):mention + excerpt // 2]
+            return f"the last mention in completion {number}\n{paragraph(words + ' [...]')}"
+    words = " ".join(texts[0].split())[-excerpt:]
+    return f"no mention, this is how completion 1 ends\n{paragraph(words)}"
+
+
+def paragraph(words):
+    wrapped = textwrap.wrap("[...] " + words, 104)
+    return textwrap.indent("\n".join(wrapped), "    ")
 
 
 def print_counts(table, prompt_tokens):
     """The table for people."""
-    print(f"a prompt of {prompt_tokens} tokens, a window of {window}, {num_samples} completions of {max_new_tokens} tokens;")
-    print(f"names: {names.replace(',', ', ')} in the last {last} tokens\n")
+    print(f"prompt {prompt_tokens} tokens, window {window}, {num_samples} completions of {max_new_tokens} tokens")
+    print(f"names {names.replace(',', ', ')} in the last {last} of them\n")
     print(f"{'policy':<16}{'completions with names':>24}{'names':>8}{'cache':>12}{'tokens/s':>11}")
     for row in table:
         remembered = f"{row['remembered']} of {num_samples}"

@@ -186,6 +186,10 @@ def test_it_is_short():
     assert len(README.read_bytes()) <= 12 * 1024
 
 
+def test_nothing_is_left_to_fill_in():
+    assert not re.findall(r"\bN (?:lines|minutes)\b|TODO", read(README))
+
+
 def test_tables_fit_a_terminal():
     for path in DOCS:
         for line in read(path).splitlines():
