@@ -103,7 +103,7 @@ def check_command(script, arguments):
             names = {name for node in ast.parse(read(ROOT / word)).body for name in assigned(node)}
             assert names <= keys, (script, word, names - keys)
         elif number == 0 and script in ("lab/bench.py", "lab/figures.py"):
-            assert re.search(rf"^def {word}\(", source, re.M) or f'"{word}"' in source, (script, word)
+            assert re.search(rf'\b{word}=|"{word}"|^def {word}\(', source, re.M), (script, word)
 
 
 COMMANDS = [(path.name, *command) for path in DOCS for command in python_commands(path)]
