@@ -4,7 +4,7 @@
 init_from = "out-demo-rl/seed1/rl/last"            # trained with P = the prompt, W = 12, on traces of up to 240 tokens
 models = {"full": "out-demo-rl/seed1/full/last"}   # the same, trained with full attention, on whole solutions
 out_dir = "out-demo-rl/seed1/eval"
-task = [f"passes:{n}-{n}" for n in (5, 10, 20, 40, 60, 250)]
+task = [f"py:data/passes/task.py?low={n}&high={n}" for n in (5, 10, 20, 40, 60, 250)]
 n_problems, samples_per_problem = 100, 1
 policies = "full@full,prefix_sliding,full,prefix_sliding@full,sliding,streaming,random,full_stop,last_k"   # summary needs words
 baseline = "full@full"

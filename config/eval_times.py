@@ -4,7 +4,7 @@
 # Hardware: a CPU. Time: 6 minutes of one core (OMP_NUM_THREADS=1). Expected: full attention takes 3.5 times as long as prefix_sliding.
 init_from = "out-demo-rl/seed1/rl/last"
 out_dir = "out-times"
-task = "passes:60-60"
+task = "py:data/passes/task.py?low=60&high=60"
 n_problems, samples_per_problem = 4, 1
 policies = "full,prefix_sliding,last_k,summary"
 windows, rope = 1024, "reset"

@@ -1,9 +1,9 @@
-# GRPO on the embedded task (tasks.py), after config/sft_passes.py: the model learns not to give up.
+# GRPO on the embedded task (data/passes), after config/sft_passes.py: the model learns not to give up.
 #     python train_rl.py config/rl_passes.py
 # Hardware: a CPU. Time: about 2 minutes. Expected: held-out problems solved from 0.27 to 0.98 (seed 2: 0.82), traces twice as long.
 out_dir = "out-rl-passes"
 init_from = "out-sft-passes/last"
-task = "passes:4-60"
+task = "py:data/passes/task.py?low=4&high=60"
 window, rope = 12, "reset"
 max_new_tokens = 300             # 60 steps of 4 tokens, and room for walking too far
 batch_prompts, group_size, max_draws = 16, 8, 2

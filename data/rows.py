@@ -3,6 +3,7 @@ What the data/<name>/prepare.py have in common: from a data set, of the hub or a
 """
 import csv
 import json
+import re
 from pathlib import Path
 
 from checkpoint import replacing
@@ -54,3 +55,17 @@ def write_problems(path, lines):
     with replacing(path) as file:
         file.write_text("".join(text + "\n" for text in texts), encoding="utf-8", newline="\n")
     print(json.dumps(dict(file=str(path), problems=len(texts))))
+
+
+OPEN = re.compile(r"\b(prove|write\s+a\s+proof|(show|demonstrate)\s+that|justify|explain|"
+                  r"how\s+(would|could|can|should|might|do|does|did|is|are|was|were|will))\b", re.IGNORECASE)
+# "(a) Find", or "a) Find" where a sentence begins: not f(a), (0, a)
+ITEM = r"(?<!\S)(?:\*\*)?\({0}\)(?:\*\*)?\s+[\w$\\]|(?:^|[.?!:;]\s|\n)\s*{0}\)\s"
+
+
+def verifiable(question):
+    """Whether a short answer to a question (a text) can be checked: it asks for no proof or explanation, and for one thing, not for
+    (a) and (b). The paper drops questions with "How", too; here "how many", "how far" and their like stay, as their answers are numbers,
+    and so does "how to", which is often part of a story."""
+    parts = (all(re.search(ITEM.format(number), question) for number in first_two) for first_two in (("a", "b"), ("i", "ii")))
+    return not OPEN.search(question) and not any(parts)

@@ -14,11 +14,15 @@ import pytest
 from conftest import ROOT
 from hypothesis import HealthCheck, example, given, settings, strategies as st
 
+import data.passes.task as passes
 import tasks
 import verify
+from data.passes.prepare import write_tokenizer
 from tasks import ask_for_length, check_reward, find_answer, load_task, reward_parts
 from tokenizer import load_tokenizer
 
+PASSES, IMPATIENT = "py:data/passes/task.py?low=4&high=60", "py:data/passes/task.py?impatient=True"
+RECALL = "py:data/passes/recall.py?low=16&high=32"
 PLAIN = tasks.Problem("?", "5")
 MARKS = st.lists(st.sampled_from(["<answer>", "</answer>", r"\boxed{", "{", "}", r"\{", r"\}", "\\", "<think>", "</think>", " answer A",
                                   "A", "5", "\n", "<|im_end|>"]), max_size=12).map("".join)
@@ -126,7 +130,7 @@ def test_asking_for_a_length():
     assert [p.target_length for p in asked] != [ask_for_length(PLAIN, [128, 512], n, 2).target_length for n in range(100)]
     for targets in ([0], [1.5], ["8"]):
         with pytest.raises(ValueError, match="length_targets"):
-            ask_for_length(PLAIN, targets, 0, 1)
+            check_reward({"correct": 1.0}, targets)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -157,12 +161,12 @@ def test_one_line_cannot_be_split(tmp_path):
     assert load_task(numbers_file(tmp_path, 1), held_out=None).size == 1
 
 
-@pytest.mark.parametrize("name", ["passes:4-60", "passes:impatient", "reasoning_gym:chain_sum"])
+@pytest.mark.parametrize("name", [PASSES, IMPATIENT, "reasoning_gym:chain_sum"])
 def test_problems_without_end(name):
     train, other, held_out = load_task(name, 1), load_task(name, 2), load_task(name, 1, held_out=True)
     prompts = [[source.draw(i).prompt for i in range(300)] for source in (train, other, held_out)]
     assert train.size is None and len(set(sum(prompts, []))) > 850
-    if name.startswith("passes"):  # among sums of a few digits some are equal by chance
+    if name.startswith("py"):  # among sums of a few digits some are equal by chance
         assert not set(prompts[0]) & set(prompts[2])
     assert [load_task(name, 1, None).draw(i).prompt for i in range(300)] == prompts[2]
     assert [load_task(name, 1, x).held_out for x in (False, True, None)] == [False, True, None]
@@ -170,9 +174,11 @@ def test_problems_without_end(name):
 
 
 @pytest.mark.parametrize("name, says", [
-    ("passes:0-3", "passes:4-60"), ("passes:9-3", "two numbers"), ("passes:4", "two numbers"),
-    ("recall:8-30", "two numbers of seconds from 16"), ("recall", "such as recall:16-32"),
-    ("pases", "passes, recall, reasoning_gym, jsonl, py"),
+    ("py:data/passes/task.py?low=0&high=3", "numbers of seconds from 1"), ("py:data/passes/task.py?low=9&high=3", "low=9"),
+    ("py:data/passes/task.py?hi=4", "'hi', did you mean 'high'"), ("py:data/passes/task.py?longer=2", "'longer'"),
+    ("py:data/passes/task.py?low=x", "task.py: problem raised TypeError"),
+    ("py:data/passes/recall.py?low=8&high=30", "numbers of seconds from 16"), ("jsonl:README.md?n=3", "no setting 'n'"),
+    ("passes:4-60", "reasoning_gym, jsonl, py, rated"),
     ("reasoning_gym:chainsum", "'chainsum', did you mean 'chain_sum'"), ("reasoning_gym:", "''"),
     ("reasoning_gym:chain_sum?min_term=2", "'min_term', did you mean 'min_terms'"), ("reasoning_gym:chain_sum?seed=2", "'seed'"),
     ("reasoning_gym:chain_sum?min_terms=3&max_terms=2", "max_terms must be >= min_terms"), ("reasoning_gym:chain_sum?min_terms=x", "str"),
@@ -180,13 +186,26 @@ def test_problems_without_end(name):
 def test_names_that_mean_nothing(name, says):
     with pytest.raises(ValueError, match=re.escape(says)) as error:
         load_task(name)
-    assert "\n" not in str(error.value) and name in str(error.value)
+    assert "\n" not in str(error.value) and (name in str(error.value) or name[3:].partition("?")[0] in str(error.value))
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "py"])
-def test_a_file_that_is_not_there(kind):
+@pytest.mark.parametrize("source", ["jsonl", "py", "rated"])
+def test_a_file_that_is_not_there(source):
     with pytest.raises(FileNotFoundError, match="no/such.file"):
-        load_task(f"{kind}:no/such.file")
+        load_task(f"{source}:no/such.file")
+
+
+def test_settings_of_a_file(tmp_path):
+    """They are keyword arguments of problem(); held_out and longer come where it asks for them, and else another seed."""
+    (tmp_path / "mine.py").write_text("def score(*args):\n    return 1\n\n\ndef problem(i, seed, low=2, *, name='n'):\n"
+                                      "    return f'{name} {low} {i}', seed\n")
+    (tmp_path / "knows.py").write_text("def score(*args):\n    return 1\n\n\ndef problem(i, seed, held_out=None, longer=0):\n"
+                                       "    return f'{held_out} {longer}', seed\n")
+    first, held = (load_task(f"py:{tmp_path / 'mine.py'}?low=5&name=a=b", 3, held_out).problem(7) for held_out in (False, True))
+    assert first.prompt == held.prompt == "a=b 5 7" and first.answer == 3 != held.answer
+    found = [load_task(f"py:{tmp_path / 'knows.py'}", 3, held_out, longer).problem(0) for held_out, longer in
+             ((False, 1), (True, 2), (None, 1))]
+    assert [(p.prompt, p.answer) for p in found] == [("False 1", 3), ("True 2", 3), ("True 1", 3)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -196,7 +215,7 @@ def rates_file(tmp_path, rates, **changes):
     """pass_rates.json of the 8 lines to learn from of nine lines: the problems 0..7 have the answers "1".."8"."""
     found = dict(task=numbers_file(tmp_path, 9), seed=3, held_out=False, rates=rates) | changes
     (tmp_path / "pass_rates.json").write_text(json.dumps({key: value for key, value in found.items() if value != "absent"}))
-    return load_task(f"jsonl:{tmp_path / 'n.jsonl'}", 3), tmp_path / "pass_rates.json"
+    return f"rated:{tmp_path / 'pass_rates.json'}"
 
 
 RATES = {"0": 0.0, "1": 0.0625, "2": 0.5, "3": 1, "4": 0.875, "6": 0.9375, "7": 0}  # of problem 5 there is none
@@ -205,56 +224,55 @@ RATES = {"0": 0.0, "1": 0.0625, "2": 0.5, "3": 1, "4": 0.875, "6": 0.9375, "7": 
 @pytest.mark.parametrize("low, high, answers", [
     (0.0625, 0.875, "235"), (0.0, 1.0, "1234578"), (0.0, 0.0, "18"), (1.0, 1.0, "4"), (0.06, 0.49, "2"), (0, 0.9, "12358")])
 def test_problems_by_their_pass_rates(tmp_path, low, high, answers):
-    whole, path = rates_file(tmp_path, RATES)
-    source = tasks.between(whole, path, low, high)
-    assert source.size == len(answers) and [source.problem(i).answer for i in range(source.size)] == [*answers]
+    name = rates_file(tmp_path, RATES) + f"?min_pass={low}&max_pass={high}"
+    source = load_task(name, 3)
+    assert source.size == len(answers) and [source.problem(i).answer for i in range(source.size)] == [*answers] and source.name == name
     for epoch in range(3):
         drawn = [source.draw(epoch * source.size + i) for i in range(source.size)]
         assert sorted(p.answer for p in drawn) == [*answers]
-    assert source.problem(0) is whole.problem(int(answers[0]) - 1) and whole.size == 8
     assert source.score(source.problem(0), rf"\boxed{{{answers[0]}}}", [], "stop") == 1
-    with pytest.raises(ValueError, match="not of 'jsonl:.*n.jsonl, pass rates"):  # whose numbers are others
-        tasks.between(source, path, 0, 1)
+    held_out = load_task(name, 3, held_out=True)
+    assert [held_out.problem(i).answer for i in range(held_out.size)] == ["0"]        # nobody rated it
 
 
 def test_problems_without_end_by_their_pass_rates(tmp_path):
-    whole, (_, path) = load_task("passes", 3), rates_file(tmp_path, {"70": 0.5, "8": 0.5, "9": 1}, task="passes")
-    source = tasks.between(whole, path, 0.1, 0.9)
+    whole = load_task(PASSES, 3)
+    source = load_task(rates_file(tmp_path, {"70": 0.5, "8": 0.5, "9": 1}, task=PASSES) + "?min_pass=0.1&max_pass=0.9", 3)
     assert source.size == 2 and [source.problem(i) for i in (0, 1)] == [whole.problem(8), whole.problem(70)]
     assert {source.draw(i).prompt for i in range(4)} == {whole.problem(8).prompt, whole.problem(70).prompt}
-    everything, (_, path) = load_task("passes", 3, None), rates_file(tmp_path, {"4": 0.5}, task="passes", held_out=None)
-    assert tasks.between(everything, path, 0, 1).problem(0) == everything.problem(4)
+    name = rates_file(tmp_path, {"4": 0.5}, task=PASSES, held_out=None)
+    assert load_task(name, 3, None).problem(0) == load_task(PASSES, 3, None).problem(4)
     with pytest.raises(ValueError, match="held_out='missing', not of None"):
-        tasks.between(everything, rates_file(tmp_path, {"4": 0.5}, task="passes", held_out="absent")[1], 0, 1)
+        load_task(rates_file(tmp_path, {"4": 0.5}, task=PASSES, held_out="absent"), 3, None)
 
 
 @pytest.mark.parametrize("changes, says", [
-    (dict(task="jsonl:other.jsonl"), "task='jsonl:other.jsonl', not of 'jsonl:"), (dict(seed=4), "seed=4, not of 3"),
+    (dict(task="jsonl:other.jsonl"), "no file 'other.jsonl'"), (dict(task="absent"), "of which task"), (dict(seed=4), "seed=4, not of 3"),
     (dict(held_out=True), "held_out=True, not of False"), (dict(held_out=None), "held_out=None, not of False"),
     (dict(seed="absent"), "seed='missing'"), (dict(held_out="absent"), "held_out='missing'"), (dict(rates="absent"), '"rates" must map'),
     (dict(rates=[0.5]), '"rates" must map'), (dict(rates={"0": 1.5}), '"rates" must map'), (dict(rates={"0": True}), '"rates" must map'),
     (dict(rates={"0": "0.5"}), '"rates" must map'), (dict(rates={"0": math.nan}), '"rates" must map'),
     (dict(rates={"-1": 0.5}), '"rates" must map'), (dict(rates={"x": 0.5}), '"rates" must map'),
-    (dict(rates={"01": 0.5}), '"rates" must map'), (dict(rates={"8": 0.5}), "problem 8, and task='jsonl:.*ends at 7"),
+    (dict(rates={"01": 0.5}), '"rates" must map'), (dict(rates={"8": 0.5}), "problem 8, but the last is 7"),
     (dict(rates={}), "none of 0 problems"),
     (dict(rates={"0": 0.1, "1": 0.9}), "none of 2 problems has a pass rate from 0.25 to 0.75")])
 def test_wrong_pass_rates(tmp_path, changes, says):
-    source, path = rates_file(tmp_path, **{"rates": RATES} | changes)
-    with pytest.raises(ValueError, match=says) as error:
-        tasks.between(source, path, 0.25, 0.75)
-    assert "\n" not in str(error.value) and "pass_rates.json" in str(error.value)
+    name = rates_file(tmp_path, **{"rates": RATES} | changes)
+    with pytest.raises((ValueError, FileNotFoundError), match=says) as error:
+        load_task(name + "?min_pass=0.25&max_pass=0.75", 3)
+    assert "\n" not in str(error.value)
 
 
 def test_pass_rates_that_are_none(tmp_path):
-    source, path = rates_file(tmp_path, RATES)
-    for low, high in ((0.5, 0.4), (-0.1, 1), (0, 1.1), (math.nan, 1)):
+    name = rates_file(tmp_path, RATES)
+    for low, high in ((0.5, 0.4), (-0.1, 1), (0, 1.1), ("x", 1)):
         with pytest.raises(ValueError, match="min_pass.*max_pass"):
-            tasks.between(source, path, low, high)
-    path.write_text("[0.5]")
+            load_task(f"{name}?min_pass={low}&max_pass={high}", 3)
+    with pytest.raises(ValueError, match="'min', did you mean 'min_pass'"):
+        load_task(f"{name}?min=0.5", 3)
+    (tmp_path / "pass_rates.json").write_text("[0.5]")
     with pytest.raises(ValueError, match="pass_rates.json holds a list"):
-        tasks.between(source, str(path), 0, 1)
-    with pytest.raises(FileNotFoundError, match="no/rates.json"):
-        tasks.between(source, "no/rates.json", 0, 1)
+        load_task(name, 3)
 
 
 @pytest.mark.parametrize("question, right", [
@@ -270,7 +288,9 @@ def test_pass_rates_that_are_none(tmp_path):
     ("(a) Find x. (b) Find y.", 0), ("Let x = 2.\n(a) What is $x^2$?\n(b) What is x^3?", 0), ("a) Find x.\nb) Find y.", 0),
     ("Let x = 2. a) Find x. b) Find y.", 0), ("(a) \\(x\\) is what, and (b) $y$?", 0), ("  a) x\n\n  b) y", 0)])
 def test_what_can_be_verified(question, right):
-    assert tasks.verifiable(question) == right
+    from rows import verifiable
+
+    assert verifiable(question) == right
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -542,7 +562,7 @@ def walk(prompt):
     return len(to), seconds, holders
 
 
-@pytest.mark.parametrize("name, longer", [("passes:4-60", 1), ("passes:4-60", 2), ("passes:impatient", 1)])
+@pytest.mark.parametrize("name, longer", [(PASSES, 1), (PASSES, 2), (IMPATIENT, 1)])
 def test_the_solutions_are_right(name, longer):
     source, stopped, clocks, sizes = load_task(name, 3, longer=longer), 0, [], set()
     for problem in map(source.problem, range(150)):
@@ -552,10 +572,10 @@ def test_the_solutions_are_right(name, longer):
         assert steps == [(seconds - n, holders[n]) for n in range(1, len(steps) + 1)] and answer == steps[-1][1]
         assert problem.answer == holders[-1]
         assert all(len(set(holders[i:i + size])) == size for i in range(min(seconds + 2 - size, 50)))  # all throws are one ring
-        assert len(steps) == seconds or name == "passes:impatient" and len(steps) <= tasks.LONGEST_SOLUTION
-        assert tasks.score_passes(problem, problem.solution, [], "stop") == (answer == problem.answer)
+        assert len(steps) == seconds or name == IMPATIENT and len(steps) <= passes.LONGEST_SOLUTION
+        assert passes.score(problem, problem.solution, [], "stop") == (answer == problem.answer)
         stopped, clocks, sizes = stopped + (len(steps) < seconds), [*clocks, seconds], sizes | {size}
-    if name == "passes:impatient":
+    if name == IMPATIENT:
         assert stopped > 75 and max(clocks) > 60 * 60 * 20
     else:
         assert sizes == {11} and 4 * longer <= min(clocks) < 15 * longer and 50 * longer < max(clocks) <= 60 * longer
@@ -564,7 +584,7 @@ def test_the_solutions_are_right(name, longer):
 @pytest.mark.parametrize("longer", [1, 2])
 def test_recall(longer):
     """What is asked for is told once, farther from the end than three layers of windows of 12 reach, unless it is rehearsed."""
-    task, rehearsed = tasks.load_task("recall:16-32", 5, longer=longer), 0
+    task, rehearsed = load_task(RECALL, 5, longer=longer), 0
     for i in range(300):
         problem = task.problem(i)
         throws, moment, start, first = re.fullmatch(r"Passes ((?:\w\w )+)answer (\d\d \d\d \d\d) from (\d\d \d\d \d\d) (\w)",
@@ -577,8 +597,8 @@ def test_recall(longer):
         for left in range(seconds - 1, -1, -1):
             holder = holders[left] = throws[holder]
         assert problem.answer == f"{holder} {holders[asked]}"
-        plain = "".join(f" {tasks.clock(left)} {who}" for left, who in holders.items()) + f" answer {problem.answer}"
-        noted = "".join(f" {tasks.clock(left)} {who}" + f" {holders[asked]}" * (left <= asked) for left, who in holders.items())
+        plain = "".join(f" {passes.clock(left)} {who}" for left, who in holders.items()) + f" answer {problem.answer}"
+        noted = "".join(f" {passes.clock(left)} {who}" + f" {holders[asked]}" * (left <= asked) for left, who in holders.items())
         rehearses = problem.solution != plain
         assert problem.solution == (f"{noted} answer {problem.answer}" if rehearses else plain)
         rehearsed += rehearses
@@ -587,7 +607,7 @@ def test_recall(longer):
         assert task.score(problem, problem.solution[:-2], [], "stop") == 0            # half an answer
     assert 0.4 < rehearsed / 300 < 0.6
     assert {p.prompt for p in map(task.problem, range(50))}.isdisjoint(
-        p.prompt for p in map(tasks.load_task("recall:16-32", 5, True, longer).problem, range(50)))
+        p.prompt for p in map(load_task(RECALL, 5, True, longer).problem, range(50)))
 
 
 def test_scores_of_the_embedded_task():
@@ -596,20 +616,20 @@ def test_scores_of_the_embedded_task():
                                        (" 00 00 00 H answer G", "stop", 0),
                                        (" answer H", "stop", 1), (" answer G answer H", "stop", 0), (" answer H 00 00 00", "stop", 0),
                                        (" answer H\n", "stop", 0), (" 00 00 00 H", "stop", 0), ("", "stop", 0), (" answer HH", "stop", 0)):
-        assert tasks.score_passes(problem, text, [], finish_reason) == score, text
+        assert passes.score(problem, text, [], finish_reason) == score, text
 
 
 @pytest.fixture(scope="module")
 def passes_tokenizers(tmp_path_factory):
     tokenizers = pytest.importorskip("tokenizers")
     folder = tmp_path_factory.mktemp("passes") / "new" / "folder"
-    tasks.write_passes_tokenizer(folder)
+    write_tokenizer(folder)
     return load_tokenizer(folder), tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
 def test_every_word_is_one_token(passes_tokenizers):
     ours, reference = passes_tokenizers
-    for name, n in (("passes:4-60", 50), ("passes:25000-29999", 2), ("passes:impatient", 50)):
+    for name, n in ((PASSES, 50), ("py:data/passes/task.py?low=25000&high=29999", 2), (IMPATIENT, 50)):
         for problem in map(load_task(name).problem, range(n)):
             prompt, solution = ours.encode_chat([{"role": "user", "content": problem.prompt}]), ours.encode(problem.solution)
             n_steps = (len(problem.solution.split()) - 2) // 4
@@ -638,7 +658,7 @@ def test_the_command_line(tmp_path):
     done = call("py:mine.py", "--n=2")
     assert done.returncode == 0 and [f"number {i}" in done.stdout for i in range(3)] == [True, True, False], done.stderr
     assert "answer: 1\nsolution: solved" in done.stdout and json.loads(done.stdout.splitlines()[-1]) == {"task": "py:mine.py", "size": None}
-    for args, says in (((), "the first argument"), (("passes", "--seeds=3"), "did you mean 'seed'"), (("pases",), "'pases'")):
+    for args, says in (((), "the first argument"), (("py:mine.py", "--seeds=3"), "did you mean 'seed'"), (("pases:",), "'pases:'")):
         done = call(*args)
         assert done.returncode == 2 and says in done.stderr and done.stderr.count("\n") == 1 and "error: " in done.stderr
 

@@ -8,18 +8,18 @@ Makes prefix_sliding_rl.jsonl: the problems that the paper trains on (prefixslid
 
 Questions are looked for in the columns question, problem and prompt: a text, or a list of chat messages of which the user's is taken.
 Answers in answer, ground_truth, final_answer and solution; of a worked text, what its \boxed{} holds. Left out are rows without
-question or answer, and those that ask for a proof, an explanation or several things (tasks.verifiable). How hard the problems are for
-a model is not seen here: see tasks.between and the key pass_rates of train_rl.py.
+question or answer, and those that ask for a proof, an explanation or several things (rows.verifiable). How hard the problems are for
+a model is not seen here: see the tasks rated:<path> of tasks.py.
 """
 import sys
 from pathlib import Path
 
 sys.path += map(str, Path(__file__).resolve().parents[1:3])
 
-from rows import cell, read_rows, write_problems
+from rows import cell, read_rows, verifiable, write_problems
 
 from configurator import run
-from tasks import find_answer, verifiable
+from verify import find_answer
 
 
 def lines(rows):
