@@ -1,7 +1,7 @@
 r"""
 Problems, verifiers and rewards.
 
-    python tasks.py reasoning_gym:chain_sum                   # three problems of a task, as the model sees them
+    python tasks.py reasoning_gym:chain_sum                 # three problems of a task, as the model sees them
     python tasks.py jsonl:problems.jsonl --n=10
     python tasks.py "py:data/passes/task.py?low=4&high=60"
 
@@ -9,19 +9,19 @@ A task is a source of numbered problems and a scorer. The names that scripts tak
 
     reasoning_gym:<dataset>  the generated datasets of the package reasoning-gym, scored by its own scorers. A
                              solution is the bare answer: it teaches the form
-    jsonl:<path>             a line per problem, {"question": ..., "answer": ...}, answers checked by math-verify,
-                             or letters if there are "choices"; "solution" (a worked text) is what train_sft.py
-                             learns from; lines 1, 21, 41, ... are held out. data/*/prepare.py make such files
+    jsonl:<path>             a line per problem, {"question": ..., "answer": ...}, answers checked by
+                             math-verify, or letters if there are "choices"; train_sft.py learns from
+                             "solution" (a text); lines 1, 21, ... are held out. data/*/prepare.py make some
     py:<file>                a Python file with problem(i, seed) -> (prompt, answer) or a tasks.Problem,
-                             score(problem, text, tokens, finish_reason) -> 0 to 1 and, if its problems have an
-                             end, `size`. data/passes/task.py is one
+                             score(problem, text, tokens, finish_reason) -> 0 to 1 and, if its problems have
+                             an end, `size`. data/passes/task.py is one
     rated:<path>             those problems of another task that a model solves at some rates. path: a file of
                              pass_rates/, which eval.py writes and which names the task; from ?min_pass=0.1 to
                              ?max_pass=0.9
 
-Settings stand behind a question mark, reasoning_gym:chain_sum?min_terms=2&max_terms=3. Those of a Python file are
-keyword arguments of its problem(), which may also take held_out (True for problems that are not learned from) and
-longer (a factor on how long traces have to be); without held_out it gets another seed for these.
+Settings stand behind a question mark, reasoning_gym:chain_sum?min_terms=2&max_terms=3. Those of a Python file
+are keyword arguments of its problem(), which may also take held_out (True for problems that are not learned
+from) and longer (a factor on how long traces have to be); without held_out it gets another seed for these.
 """
 import sys
 
@@ -56,8 +56,8 @@ from verify import BLOCK, behind_thinking, find_answer, judged, reaches
 
 @dataclass
 class Problem:
-    """prompt: what the user says. answer: what the scorer compares with. solution: a worked text to learn from, or
-    None. target_length: how many tokens the prompt asks for, or None."""
+    """prompt: what the user says. answer: what the scorer compares with. solution: a worked text to learn
+    from, or None. target_length: how many tokens the prompt asks for, or None."""
     prompt: str
     answer: object
     solution: str | None = None
@@ -77,8 +77,8 @@ class Task:
     held_out: bool | None = False
 
     def draw(self, n):
-        """The n-th problem of a training run: number n of a task without end, else all of them in one random order
-        after another."""
+        """The n-th problem of a training run: number n of a task without end, else all of them in one random
+        order after another."""
         if self.size is None:
             return self.problem(n)
         epoch, place = divmod(n, self.size)
@@ -86,10 +86,10 @@ class Task:
 
 
 def load_task(name, seed=0, held_out=False, longer=1):
-    """The Task that a name stands for. held_out: False = the problems to learn from, True = those held out of them,
-    None = all that there are, in the order of the file (for evaluation sets; as True where a task has no end).
-    longer: a factor on how long their traces have to be, where the task knows. Raises ValueError for an unknown
-    name or setting, FileNotFoundError for a missing file."""
+    """The Task that a name stands for. held_out: False = the problems to learn from, True = those held out of
+    them, None = all that there are, in the order of the file (for evaluation sets; as True where a task has
+    no end). longer: a factor on how long their traces have to be, where the task knows. Raises ValueError for
+    an unknown name or setting, FileNotFoundError for a missing file."""
     source, _, detail = name.partition(":")
     if source not in SOURCES:
         raise ValueError(f"task={name!r}: one of {', '.join(SOURCES)}, such as jsonl:problems.jsonl")
@@ -130,8 +130,8 @@ def numbered(*key):
 
 
 def divided(name, problem, score, size, seed, held_out):
-    """The Task of problem(i, seed). Held out are the problems of another seed, or every 20th of a number of them,
-    the first included."""
+    """The Task of problem(i, seed). Held out are the problems of another seed, or every 20th of a number of
+    them, the first included."""
     if size is None:
         own = numbered("held out", seed).getrandbits(31) if held_out is not False else seed
         return Task(name, lambda i: problem(i, own), score, None, seed, held_out)
@@ -149,9 +149,10 @@ CHUNK = 500  # problems that are generated at once
 
 
 def gym(name, dataset, settings, seed, held_out, longer):
-    """Datasets of reasoning-gym, one of CHUNK problems after another: there, the seed of a problem is that of its
-    dataset plus its number, so datasets of neighbouring seeds share problems. Four (isomorphic_strings,
-    knight_swap, polynomial_multiplication, ransom_note) are the same in every run only if PYTHONHASHSEED is set."""
+    """Datasets of reasoning-gym, one of CHUNK problems after another: there, the seed of a problem is that of
+    its dataset plus its number, so datasets of neighbouring seeds share problems. Four (isomorphic_strings,
+    knight_swap, polynomial_multiplication, ransom_note) are the same in every run only if PYTHONHASHSEED is
+    set."""
     try:
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
@@ -223,7 +224,8 @@ def read_problem(line, location):
     solution = text_in(record, "solution", location) if record.get("solution") is not None else None
     if record.get("choices") is not None:
         listed, right = read_choices(record, location)
-        return Problem(f"{question}\n\n{listed}\n\nPut the letter of the right choice into \\boxed{{}}.", right, solution)
+        question = f"{question}\n\n{listed}\n\nPut the letter of the right choice into \\boxed{{}}."
+        return Problem(question, right, solution)
     answer = record.get("answer")
     if type(answer) is int or type(answer) is float and math.isfinite(answer):
         record["answer"] = str(answer)
@@ -234,7 +236,8 @@ def read_problem(line, location):
 def text_in(record, key, location):
     """The text under a key, which must be there and not empty."""
     text = record.get(key)
-    if not isinstance(text, str) or not text.strip() or re.search("[\ud800-\udfff]", text):  # half a pair is no text
+    half_a_pair = "[\ud800-\udfff]"                      # of surrogates, which is no text
+    if not isinstance(text, str) or not text.strip() or re.search(half_a_pair, text):
         got = "missing or null" if text is None else json.dumps(text)[:60]
         raise ValueError(f'{location}: "{key}" must be a text and not empty, but is {got}')
     return text
@@ -253,8 +256,8 @@ def read_choices(record, location):
         if type(answer) in (int, str) and answer in (i, letter, text):
             right.append(letter)
     if len(right) != 1:
-        raise ValueError(f'{location}: "answer" must be the letter, index (from 0) or text of just one choice, not '
-                         f"{json.dumps(answer)[:60]}")
+        raise ValueError(f'{location}: "answer" must be the letter, index (from 0) or text of just one '
+                         f"choice, not {json.dumps(answer)[:60]}")
     return "\n".join(f"{letter}) {text}" for letter, text in zip(letters, texts, strict=True)), right[0]
 
 
@@ -269,7 +272,7 @@ def score_jsonl(problem, text, tokens, finish_reason):
         return float(letter is not None and letter[1] == problem.answer)
     if words == right:
         return 1.0
-    if re.fullmatch(r"[^\W\d_]{3,}", "".join(right)):    # to math-verify a word is a product: "vile" equals "evil"
+    if re.fullmatch(r"[^\W\d_]{3,}", "".join(right)):  # to math-verify a word is a product: "vile" is "evil"
         return float([word.casefold() for word in words] == [word.casefold() for word in right])
     return judged((None, None), problem.answer, found) if len(found) <= 1000 else 0.0
 
@@ -302,7 +305,8 @@ def python_file(name, path, settings, seed, held_out, longer):
         made = called(module.problem, i, seed, **settings)
         problem = Problem(*made) if isinstance(made, tuple) and len(made) == 2 else made
         if not isinstance(problem, Problem) or not isinstance(problem.prompt, str):
-            raise ValueError(f"{path}: problem({i}, {seed}) must return (prompt, answer) or a Problem, not {made!r:.80}")
+            raise ValueError(f"{path}: problem({i}, {seed}) must return (prompt, answer) or a Problem, "
+                             f"not {made!r:.80}")
         return problem
 
     def score(*args):
@@ -323,7 +327,8 @@ def load_module(name, path):
     spec = importlib.util.spec_from_file_location(path, path)
     if spec is None:
         raise ValueError(f"task={name!r}: a Python file ends in .py")
-    module = sys.modules[path] = importlib.util.module_from_spec(spec)  # dataclasses look for their module there
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path] = module                           # where dataclasses look for their module
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # anybody's Python
@@ -338,21 +343,21 @@ def load_module(name, path):
 # problems that are worth training on
 
 def rated(name, path, settings, seed, held_out, longer):
-    """The problems of the task that a file of pass rates names, {"task": ..., "seed": ..., "held_out": ..., "rates":
-    {"0": 0.5}}, by the numbers i of its problem(i); those without a rate are left out. What the task holds out for the
-    evaluation of a run is not chosen by rates.
+    """The problems of the task that a file of pass rates names, {"task": ..., "seed": ..., "held_out": ...,
+    "rates": {"0": 0.5}}, by the numbers i of its problem(i); those without a rate are left out. What the task
+    holds out for the evaluation of a run is not chosen by rates.
 
-    Two criteria of the paper come down to it. Difficulty: neither never nor nearly always solved in 16 samples,
-    min_pass=1/16 and max_pass=14/16. Answers that are guessed without thinking in at least one of 8 samples: the
-    rates of 8 samples without thinking, and max_pass=0."""
+    Two criteria of the paper come down to it. Difficulty: neither never nor nearly always solved in 16
+    samples, min_pass=1/16 and max_pass=14/16. Answers that are guessed without thinking in at least one of 8
+    samples: the rates of 8 samples without thinking, and max_pass=0."""
     check_known(name, "setting", settings, ("min_pass", "max_pass"))
     min_pass, max_pass = settings.get("min_pass", 0), settings.get("max_pass", 1)
     if not all(isinstance(rate, Real) for rate in (min_pass, max_pass)) or not 0 <= min_pass <= max_pass <= 1:
-        raise ValueError(f"task={name!r}: min_pass and max_pass are numbers from 0 to 1, the first not above the second")
+        raise ValueError(f"task={name!r}: min_pass and max_pass are from 0 to 1, the first not above the other")
     found = read_json(Path(path))
     rates = found.get("rates")
     if not isinstance(rates, dict) or not all(is_rate(i, rate) for i, rate in rates.items()):
-        raise ValueError(f'{path}: "rates" must map numbers of problems to pass rates from 0 to 1, such as {{"0": 0.5}}')
+        raise ValueError(f'{path}: "rates" must map numbers of problems to rates from 0 to 1: {{"0": 0.5}}')
     if not isinstance(found.get("task"), str):
         raise ValueError(f"{path} does not say of which task these pass rates are")
     source = load_task(found["task"], seed, held_out, longer)
@@ -360,12 +365,15 @@ def rated(name, path, settings, seed, held_out, longer):
         return source
     for key, value in (("seed", seed), ("held_out", held_out)):
         if key not in found or found[key] != value:
-            raise ValueError(f"{path} has the pass rates of {key}={found.get(key, 'missing')!r}, not of {value!r}")
-    if source.size is not None and max(map(int, rates), default=0) >= source.size:
-        raise ValueError(f"{path} has a rate of problem {max(map(int, rates))}, but the last is {source.size - 1}")
+            rated_at = found.get(key, "missing")
+            raise ValueError(f"{path} has the pass rates of {key}={rated_at!r}, not of {value!r}")
+    last = max(map(int, rates), default=0)
+    if source.size is not None and last >= source.size:
+        raise ValueError(f"{path} has a rate of problem {last}, but the last is {source.size - 1}")
     numbers = sorted(int(i) for i, rate in rates.items() if min_pass <= rate <= max_pass)
     if not numbers:
-        raise ValueError(f"{path}: none of {len(rates)} problems has a pass rate from {min_pass} to {max_pass}")
+        raise ValueError(
+            f"{path}: none of {len(rates)} problems has a pass rate from {min_pass} to {max_pass}")
     return replace(source, name=name, problem=lambda i: source.problem(numbers[i]), size=len(numbers))
 
 
@@ -387,9 +395,9 @@ def reward_parts(problem, text, n_tokens, correct, max_new_tokens, overlong_marg
     correct    as the scorer found, 0 to 1
     format     1 if the thinking ends at most once and one answer follows, no more: <answer>...</answer> or
                \boxed{...}, or, in a text without these, " answer X" at its end, X in capitals; else 0
-    overlong   0 up to max_new_tokens - overlong_margin tokens, from there down to -1 at max_new_tokens (DAPO, arXiv
-               2503.14476)
-    length     -0.0003 for every token more or less than the prompt asked for (L1, arXiv 2503.04697), else 0"""
+    overlong   0 up to max_new_tokens - overlong_margin tokens, from there down to -1 at max_new_tokens
+               (DAPO, arXiv 2503.14476)
+    length     -0.0003 for every token more or less than the prompt asked for (L1, arXiv 2503.04697)"""
     tail = behind_thinking(text)
     n_blocks = len(BLOCK.findall(tail))
     if n_blocks:
@@ -400,7 +408,8 @@ def reward_parts(problem, text, n_tokens, correct, max_new_tokens, overlong_marg
     over = n_tokens - (max_new_tokens - overlong_margin)
     overlong = -min(over / max(overlong_margin, 1), 1.0) if over > 0 else 0.0
     length = -0.0003 * abs(problem.target_length - n_tokens) if problem.target_length else 0.0
-    return dict(correct=correct, format=float(tidy and text.count("</think>") <= 1), overlong=overlong, length=length)
+    tidy = tidy and text.count("</think>") <= 1
+    return dict(correct=correct, format=float(tidy), overlong=overlong, length=length)
 
 
 def check_reward(reward, length_targets=()):
@@ -413,24 +422,26 @@ def check_reward(reward, length_targets=()):
     if not any(reward.values()):
         raise ValueError(f"reward={reward!r} rewards nothing; the parts are {', '.join(PARTS)}")
     if reward.get("length") and not length_targets:
-        raise ValueError(f"reward={reward!r}: the part 'length' needs length_targets, the numbers of tokens to ask for")
+        raise ValueError(f"reward={reward!r}: the part 'length' needs length_targets, numbers of tokens")
     if not all(type(target) is int and target > 0 for target in length_targets):
         raise ValueError(f"length_targets={length_targets!r}: whole numbers of tokens, at least 1")
 
 
 def ask_for_length(problem, targets, n, seed):
-    """The problem, or a copy that asks to think for one of the `targets` (numbers of tokens), drawn by its number n
-    and the seed."""
+    """The problem, or a copy that asks to think for one of the `targets` (numbers of tokens), drawn by its
+    number n and the seed."""
     if not targets:
         return problem
     target = numbered("length", seed, n).choice(targets)
-    return replace(problem, prompt=f"{problem.prompt}\n\nThink for about {target} tokens.", target_length=target)
+    prompt = f"{problem.prompt}\n\nThink for about {target} tokens."
+    return replace(problem, prompt=prompt, target_length=target)
 
 
 def prompt_ids(problem, tokenizer, system="", template_args=None):
     """The prompt as the chat template of a model renders it, with a system message unless that is empty."""
     if not all(isinstance(key, str) and key != "messages" for key in template_args or {}):
-        raise ValueError(f"template_args={template_args!r}: its keys are variables of the chat template, messages apart")
+        raise ValueError(
+            f"template_args={template_args!r}: its keys are variables of the chat template, messages apart")
     messages = [{"role": "user", "content": problem.prompt}]
     if system:
         messages.insert(0, {"role": "system", "content": system})
@@ -438,8 +449,9 @@ def prompt_ids(problem, tokenizer, system="", template_args=None):
 
 
 def text_of(tokens, prompt, tokenizer):
-    """The text of a completion as scorers get it: with the <think> that the prompt ends inside of, if it does, so
-    that an answer in thinking that was cut off counts for no more than where the model itself wrote <think>."""
+    """The text of a completion as scorers get it: with the <think> that the prompt ends inside of, if it
+    does, so that an answer in thinking that was cut off counts for no more than where the model itself wrote
+    <think>."""
     think, end_think = tokenizer.token_id("<think>"), tokenizer.token_id("</think>")
     last = next((t for t in reversed(prompt) if t in (think, end_think)), None)
     is_open = last is not None and last == think

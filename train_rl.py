@@ -234,7 +234,8 @@ def collect(model, tokenizer, source, state):
 
 def policy_loss(batch):
     """The loss of each trained token of a Batch, and what to log of it: PPO's clip, with a ratio of at most
-    delta where the advantage is negative (INTELLECT-2, arXiv 2505.07291, eq. 1). -> loss (n,), {name: (n,)}"""
+    delta where the advantage is negative (INTELLECT-2, arXiv 2505.07291, eq. 1). -> loss (n,), {name:
+    (n,)}"""
     ratio = (batch.logp - batch.old).clamp(max=20).exp()  # never inf: 0 times its gradient would be NaN
     bounded = ratio.clamp(1 - eps_low, 1 + eps_high)
     gain = torch.minimum(ratio.clamp(max=delta) * batch.advantage, bounded * batch.advantage)
