@@ -353,7 +353,7 @@ def rated(name, path, settings, seed, held_out, longer):
     check_known(name, "setting", settings, ("min_pass", "max_pass"))
     min_pass, max_pass = settings.get("min_pass", 0), settings.get("max_pass", 1)
     if not all(isinstance(rate, Real) for rate in (min_pass, max_pass)) or not 0 <= min_pass <= max_pass <= 1:
-        raise ValueError(f"task={name!r}: min_pass and max_pass are from 0 to 1, the first not above the other")
+        raise ValueError(f"task={name!r}: min_pass and max_pass are 0 to 1, the first not above the second")
     found = read_json(Path(path))
     rates = found.get("rates")
     if not isinstance(rates, dict) or not all(is_rate(i, rate) for i, rate in rates.items()):

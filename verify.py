@@ -78,7 +78,7 @@ PROCESSES = {}
 def judged(key, *job):
     """The score of a job by the process judge(*key), one for each key; 0 if it fails, or takes 5 seconds of
     the processor or 60 of the clock. RuntimeError if the process does not start."""
-    process = PROCESSES.pop(key, None)  # put back when it has answered: an interrupt may leave an answer in it
+    process = PROCESSES.pop(key, None)  # put back when it has answered: an interrupt may leave one in it
     if process is None or process.poll() is not None:
         process = subprocess.Popen(
             [sys.executable, "-P", __file__, *filter(None, key)],
