@@ -1,6 +1,7 @@
 # Every policy on the embedded task, after make demo-rl, at traces of 20 to 1,000 tokens: what make demo-eval runs.
 #     python eval.py config/eval_passes.py
-#     python -m forks.random_eviction eval.py config/eval_passes.py --policies=full@full,prefix_sliding,random    # and random eviction
+# The same problems with random eviction, into the same folder:
+#     python -m forks.random_eviction eval.py config/eval_passes.py --policies=full@full,prefix_sliding,random
 # Hardware: a CPU. Time: about 5 minutes. Expected: prefix_sliding right nearly always at any length, sliding once in eleven.
 init_from = "out-demo-rl/seed1/rl/last"            # trained with P = the prompt, W = 12, on traces of up to 240 tokens
 models = {"full": "out-demo-rl/seed1/full/last"}   # the same, trained with full attention, on whole solutions

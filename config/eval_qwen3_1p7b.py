@@ -1,7 +1,7 @@
 # Qwen3-1.7B on AIME 2025 (avg@8): the paper's Table 1 and Figures 1 and 9. One GPU. Not run at full size yet.
 #     python data/aime25/prepare.py
 #     python eval.py config/eval_qwen3_1p7b.py
-#     python -m forks.random_eviction eval.py config/eval_qwen3_1p7b.py --policies=full,random       # and random eviction
+#     python -m forks.random_eviction eval.py config/eval_qwen3_1p7b.py --policies=full,random
 #     python eval.py config/eval_qwen3_1p7b.py --task=jsonl:data/gpqa/gpqa.jsonl --n_problems=198 --out_dir=out-eval-gpqa
 #     python eval.py config/eval_qwen3_1p7b.py --task=jsonl:data/math500/math500.jsonl --n_problems=500 --out_dir=out-eval-math500
 # Hardware: one GPU of 80 GB: 115 KB of cache per token and row, so a full-attention sample of 131,072 tokens takes 15 GB.

@@ -418,8 +418,8 @@ def test_summary_by_hand(passes, configure, monkeypatch):
     assert turns[0][:2] == ([[50, 51]], [7])                                          # 12 - 2 - 3
     assert turns[1][:2] == ([[50, 51, *new, *ask]], [3])
     assert turns[2][:2] == ([[50, 51, *carried]], [2])                                # 10 - 7 are left, and 12 - 2 - 3 - 5 fit
-    assert sample.n_tokens == 10 and sample.tokens == [*new, 1, 2]
-    assert how[1]["stop_strings"] == ("04",) and [h["min_new_tokens"] for h in how] == [[9], [0], [2]]
+    assert sample.n_tokens == 10 and sample.tokens == [*new, 1, 2, 1]
+    assert how[1]["stop_strings"] == ("04",) and [h["min_new_tokens"] for h in how[:3]] == [[9], [0], [2]]
 
 
 def test_full_stop_by_hand(passes, configure, monkeypatch):
