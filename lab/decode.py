@@ -1,14 +1,14 @@
 """
 python -m lab.bench decode: one token of a whole model (init_from) when its trace is so and so long: Prefix
-Sliding by fast/step.py, by the plain step, with 8 and 64 rows, with weights of 8 bits (CPU); full attention; and
-where they are installed, transformers, and llama.cpp with as many keys as Prefix Sliding keeps (its own cache in
-float16; the GGUF of SmolLM2 from its package, or `gguf`).
+Sliding by fast/step.py, by the plain step, with 8 and 64 rows, with weights of 8 bits (CPU); full attention;
+and where they are installed, transformers, and llama.cpp with as many keys as Prefix Sliding keeps (its own
+cache in float16; the GGUF of SmolLM2 from its package, or `gguf`).
 
 Caches are filled with random keys, so that nobody has to wait for 131,072 tokens; the cases take turns, a few
 tokens each, so that a busy moment of the machine hits them alike, and medians are compared. The bytes that a
-step must read (weights once, the valid keys and values once), over its time, are set against a copy of a large
-tensor that takes turns with them: the share of the limit. Then prefill, and sampling from a model of the size of
-the embedded task's, log-probabilities and all. What does not fit the memory is left out and said.
+step must read (weights once, the valid keys and values once), over its time, are set against a copy of a
+large tensor that takes turns with them: the share of the limit. Then prefill, and sampling from a model of
+the size of the embedded task's, log-probabilities and all. What does not fit the memory is left out and said.
 """
 import shutil
 
@@ -45,6 +45,7 @@ def decode(keys):
             prefill += measured.prefilling()
         finally:
             measured.close()
+            del measured                   # its memory is for the next
     peak, _ = peak_bytes(device)
     return dict(
         init_from=keys.init_from, device=str(device), threads=torch.get_num_threads(), P=P, W=window,
@@ -68,7 +69,8 @@ class Decoding:
         self.left_out = []     # lines that say what does not fit
         self.llamas = []
         generator = torch.Generator(device).manual_seed(0)
-        self.prompt = torch.randint(self.model.config.vocab_size, (1, 2000), device=device, generator=generator)
+        vocab_size = self.model.config.vocab_size
+        self.prompt = torch.randint(vocab_size, (1, 2000), device=device, generator=generator)
 
     def collect(self):
         note(f"{name_of(self.dtype)}: filling caches")
@@ -204,6 +206,8 @@ class Decoding:
         return table
 
     def close(self):
+        self.steps.clear()
+        self.prefills.clear()
         for llama in self.llamas:
             llama.close()
         if self.llamas and not self.keys.gguf:

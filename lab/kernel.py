@@ -6,9 +6,9 @@ python -m lab.bench kernel: forward, backward and one step of decoding for every
     sdpa mask    the same mask as a dense (T, T) matrix, by scaled_dot_product_attention, up to a length
     sdpa full    full causal attention; its decoding reads T keys where ours reads P + W
 
-Times are the fastest of several runs. FLOPs are those of the visible pairs of query and key alone, 4 D per pair
-forward and 10 D backward; shares are of the rates that a large matrix product and a copy reach on this machine.
-SDPA and flash-attn get repeated key heads, outside of the timing, where they are slow without.
+Times are the fastest of several runs. FLOPs are those of the visible pairs of query and key alone, 4 D per
+pair forward and 10 D backward; shares are of the rates that a large matrix product and a copy reach on this
+machine. SDPA and flash-attn get repeated key heads, outside of the timing, where they are slow without.
 """
 import functools
 import sys
@@ -64,8 +64,8 @@ def kernel(keys):
     is_cuda = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if is_cuda else f"{device}, {torch.get_num_threads()} threads"
     print(f"{name}: {name_of(case.dtype)} matrix product {flops / 1e12:.3g} TFLOP/s, "
-          f"copy {bandwidth / 1e9:.3g} GB/s; batch {case.batch}, {case.n_head} query and {case.n_kv_head} key "
-          f"heads of {case.head_dim}, P={case.prefix_len}; decoding {case.rows} rows")
+          f"copy {bandwidth / 1e9:.3g} GB/s; batch {case.batch}, {case.n_head} query and {case.n_kv_head} "
+          f"key heads of {case.head_dim}, P={case.prefix_len}; decoding {case.rows} rows")
     table = []
     for case.window in windows:
         for case.length in lengths:
@@ -77,7 +77,8 @@ def kernel(keys):
     print_table(compared)
     known = [{key: value for key, value in row.items() if value is not None} for row in compared]
     return dict(
-        device=name, dtype=name_of(case.dtype), matrix_tflop_per_s=flops / 1e12, copy_gb_per_s=bandwidth / 1e9,
+        device=name, dtype=name_of(case.dtype),
+        matrix_tflop_per_s=flops / 1e12, copy_gb_per_s=bandwidth / 1e9,
         P=case.prefix_len, batch=case.batch, rows=case.rows, n_head=case.n_head, n_kv_head=case.n_kv_head,
         head_dim=case.head_dim, table=table, ratios=known)
 
@@ -98,8 +99,8 @@ def case_of(keys):
         raise ValueError(f"lengths={lengths}, windows={windows}, batch={keys.batch}, rows={rows}, "
                          f"repeats={keys.repeats} and heads={heads} are whole numbers of at least 1")
     if keys.prefix_len < 0 or heads["n_head"] % heads["n_kv_head"]:
-        raise ValueError(f"prefix_len={keys.prefix_len} is at least 0, and n_head={heads['n_head']} a multiple "
-                         f"of n_kv_head={heads['n_kv_head']}")
+        raise ValueError(f"prefix_len={keys.prefix_len} is at least 0, and n_head={heads['n_head']} a "
+                         f"multiple of n_kv_head={heads['n_kv_head']}")
     return Case(device, dtype, keys.batch, rows, **heads, prefix_len=keys.prefix_len), lengths, windows
 
 

@@ -34,8 +34,8 @@ def seconds(run, device, repeats):
 
 
 def take_turns(runs, device, turns, title):
-    """The median time of each of the functions {label: run}: in every turn one call that is not counted, and up
-    to four that are."""
+    """The median time of each of the functions {label: run}: in every turn one call that is not counted, and
+    up to four that are."""
     times = {label: [] for label in runs}
     for turn in range(turns):
         for label, run in runs.items():

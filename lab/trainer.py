@@ -87,7 +87,7 @@ def train(keys):
     optimizer = training.Optimizer(model, lr=1e-6)
     cases = [(carry, m, n) for carry in (True, False) for m in (1, 4) for n in lengths]
     table = []
-    for carry, context_mult, n in [(True, 1, min(lengths)), *cases]:    # the first makes the optimizer's moments
+    for carry, context_mult, n in [(True, 1, min(lengths)), *cases]:  # first: the optimizer's moments
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(model.config.vocab_size, (n,), generator=generator).tolist()
         episode = train_rl.Episode(tokens[:P], tokens, [-9.0] * n, [True] * n, "length", advantage=1.0)
