@@ -7,9 +7,9 @@ Every policy on the same problems, with the same random streams: accuracy, lengt
     python eval.py --task=jsonl:problems.jsonl --policies=full,prefix_sliding,last_k --windows=512,1024
     python -m lab.figures accuracy --data=out-eval/table.csv --out=out-eval/accuracy.png    # a picture of it
 
-Policies: those of engine.POLICIES (prefix_sliding, full, sliding, streaming; a fork adds random: `python -m
-forks.random_eviction eval.py ...`), and three that attend to everything in a context of P + W tokens, as much
-as Prefix Sliding ever holds:
+Policies: those of engine.POLICIES (prefix_sliding, full, sliding, streaming; random, too, if eval.py is
+started by `python -m forks.random_eviction eval.py ...`), and three that attend to everything in a context of
+P + W tokens, as much as Prefix Sliding ever holds:
     full_stop  thinks until there is just room for an answer, and has to give it then: `cue`, and
                answer_tokens tokens
     last_k     when the context is full, begins another one: the prompt, the first carry_first and the last
@@ -105,12 +105,13 @@ class Weights:
     folder: str
     tokenizer: object
     config: GPTConfig
+    location: torch.device
     dtype: torch.dtype
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to sample."""
+    """One way to sample: a row of the table."""
     policy: str
     weights: Weights
     window: int | None            # tokens; None = everything
@@ -153,8 +154,7 @@ def all_arms():
 def load_weights(name):
     folder = models.get(name, init_from)
     config = GPTConfig.from_hf(read_json(local_folder(folder, MODEL_FILES) / "config.json"))
-    _, weight_dtype = device_and_dtype(device, dtype)
-    return Weights(name, folder, load_tokenizer(folder), config, weight_dtype)
+    return Weights(name, folder, load_tokenizer(folder), config, *device_and_dtype(device, dtype))
 
 
 def split(names):
@@ -220,7 +220,7 @@ class Sampler:
         self.turns = 0            # calls of generate()
         self.step = {}            # samples with a token in this step
         self.cost = 0.0           # seconds of this step
-        self.began = self.reported = self.last = time.perf_counter()
+        self.began = self.reported = self.last = time.perf_counter()    # last: the end of the step before
 
     def run(self):
         """Bring all samples to their end."""
@@ -244,12 +244,13 @@ class Sampler:
         self.turns += 1
         contexts = [list(sample.context) for sample in samples]
         least = [0 if aside else max(min_new_tokens - sample.n_tokens, 0) for sample in samples]
-        to_all = dict(window=None, prefix_len=[sample.prompt_tokens for sample in samples])
+        # Restarts attend to everything in a context; the other policies say in `how` what they attend to.
+        everything = dict(window=None, prefix_len=[sample.prompt_tokens for sample in samples])
         done = generate(
             self.model, contexts, limits, min_new_tokens=least, seed=streams,
             temperature=temperature, top_p=top_p, rows=rows, compile=compile,
             stop_ids=self.tokenizer.eos_ids, n_vocab=self.tokenizer.n_vocab,
-            on_token=lambda i, token: self.token(samples[i], token, aside), **to_all | how)
+            on_token=lambda i, token: self.token(samples[i], token, aside), **everything | how)
         self.close()
         return [completion.tokens for completion in done]
 
@@ -257,7 +258,7 @@ class Sampler:
         if sample in self.step or not self.step:
             cost = time.perf_counter() - self.last
             self.close()
-            self.cost, self.last = cost, time.perf_counter()
+            self.cost = cost
         self.step[sample] = True
         sample.context.append(token)
         if not aside:
@@ -269,7 +270,7 @@ class Sampler:
                 sample.finish_reason = "length"
 
     def close(self):
-        """Ends a step. Scoring and writing are no part of anybody's time."""
+        """Ends a step. Scoring and writing are no part of anybody's time: the next step begins afterwards."""
         for sample in self.step:
             sample.s += self.cost / len(self.step)
             if len(sample.times) < sample.n_tokens // sample.every:
@@ -277,7 +278,8 @@ class Sampler:
             if sample.finish_reason:
                 self.complete(sample)
         self.step = {}
-        if time.perf_counter() - self.reported > 20:
+        self.last = time.perf_counter()
+        if self.last - self.reported > 20:
             self.report()
 
     def report(self):
@@ -371,7 +373,8 @@ def room_taken(arm):
 # ----------------------------------------------------------------------------------------------------------
 # what is on disk
 
-# What decides how a sample comes out, beside OWN_KEYS, the dtype and the weights.
+# What decides how a sample comes out, beside OWN_KEYS, the dtype and the weights. The other keys only say
+# which samples to draw and how to look at them. A new key that changes samples belongs in here.
 SAMPLING_KEYS = ("held_out", "rope", "max_new_tokens", "min_new_tokens", "system", "template_args",
                  "temperature", "top_p", "compile", "seed")
 
@@ -636,8 +639,8 @@ def draw_missing(file, arms, sources):
             if samples:
                 place = f"{arms.index(arm) + 1} of {len(arms)}"
                 print(f"{arm} ({place}) on {source.name}: {len(samples)} samples", file=sys.stderr)
-                location, _ = device_and_dtype(device, dtype)
-                model = model or GPT.from_pretrained(weights.folder, dtype=weights.dtype, device=location)
+                model = model or GPT.from_pretrained(
+                    weights.folder, dtype=weights.dtype, device=weights.location)
                 write = functools.partial(write_sample, file, source, weights.tokenizer)
                 Sampler(arm, model, samples, write).run()
 

@@ -62,7 +62,7 @@ def lines(out, *args):
 
 def arm_of(policy, window, prefix="whole", tokenizer=None, config=None, name=""):
     """An arm whose weights are what a test makes of them."""
-    return Arm(policy, Weights(name, "", tokenizer, config or GPTConfig(), torch.float32), window, prefix)
+    return Arm(policy, Weights(name, "", tokenizer, config or GPTConfig(), "cpu", torch.float32), window, prefix)
 
 
 def new_sample(i, prompt, prefix_len, k=0):
@@ -208,7 +208,7 @@ def refused(*args):
     ("carry_last", 3), ("summary_tokens", 3), ("cue", " from"), ("template_args", {"a": 1})])
 def test_samples_that_were_drawn_otherwise_are_not_mixed(tmp_path, configure, untrained, key, value):
     def arm(policy, name="", dtype=torch.float32):
-        return Arm(policy, Weights(name, str(untrained), None, None, dtype), 3, "whole")
+        return Arm(policy, Weights(name, str(untrained), None, None, "cpu", dtype), 3, "whole")
 
     def entries():
         return json.loads((tmp_path / "eval.json").read_text(encoding="utf-8"))
