@@ -1,61 +1,71 @@
 r"""
 Every policy on the same problems, with the same random streams: accuracy, length, seconds, memory.
 
-    python eval.py config/eval_passes.py                                    # the embedded task, all policies, after make demo-rl
-    python eval.py config/eval_qwen3_1p7b.py                                # one GPU, after python data/aime25/prepare.py
+    python eval.py config/eval_passes.py                         # the embedded task, after make demo-rl
+    python eval.py config/eval_passes.py --budgets=50,100,200    # the same samples, with other budgets
+    python eval.py config/eval_qwen3_1p7b.py                     # one GPU; first data/aime25/prepare.py
     python eval.py --task=jsonl:problems.jsonl --policies=full,prefix_sliding,last_k --windows=512,1024
-    python eval.py config/eval_passes.py --budgets=50,100,200               # the same samples once more, with other budgets
+    python -m lab.figures accuracy --data=out-eval/table.csv --out=out-eval/accuracy.png    # a picture of it
 
-Policies: those of engine.POLICIES (prefix_sliding, full, sliding, streaming, random), and three that attend to everything in a context of
+Policies: those of engine.POLICIES (prefix_sliding, full, sliding, streaming; random, too, if eval.py is
+started by `python -m forks.random_eviction eval.py ...`), and three that attend to everything in a context of
 P + W tokens, as much as Prefix Sliding ever holds:
-    full_stop  thinks until there is just room for an answer, and has to give it then: `cue`, and answer_tokens tokens
-    last_k     when the context is full, begins another one: the prompt, the first carry_first and the last carry_last new tokens
-    summary    just before it is full, writes a summary (summary_prompt, then up to summary_tokens tokens), and begins another one: the
-               prompt and the summary, as in summary_form; before the <think> at the end of the prompt, if there is one
-policy@name samples from the weights models[name] instead of init_from: trained and tested under different attention.
+    full_stop  thinks until there is just room for an answer, and has to give it then: `cue`, and
+               answer_tokens tokens
+    last_k     when the context is full, begins another one: the prompt, the first carry_first and the last
+               carry_last new tokens
+    summary    just before it is full, writes a summary (summary_prompt, then up to summary_tokens tokens),
+               and begins another one: the prompt and the summary, as in summary_form; before the <think> at
+               the end of the prompt, if there is one
+policy@name samples from the weights models[name] instead of init_from: trained under one attention, tested
+under another.
 
-Each sample is a line of out_dir/samples.jsonl as soon as it is complete. A killed evaluation goes on where it stopped, started again by the
-same command. The table is made from these lines, and the budgets are applied to them: a longer sample counts as cut, and is scored as it
-stands there. Differences are paired: by problem, against `baseline` under the same budget, with a bootstrap interval over the problems.
-Seconds of a sample are its shares of the decoding steps that it was in, so that they add up to the time of the whole: they depend on how
-many samples ran beside it, and compare between arms that were sampled in one go with the same `rows`. Columns: pass_at_k, some sample of
-a problem is right; mean_tokens and p90_tokens, with the end token, without summaries; cut, the share that a budget has cut; cache_mb,
-keys and values that a sample holds at its end (restarts: in its largest context); difference, low, high: from the arm in `against`.
-A line of samples.jsonl: task, arm, problem and sample (numbers), question, answer, prompt_tokens, prefix_tokens, n_tokens, finish_reason,
-score, s, times (seconds after each `every` tokens), tokens, text.
+Each sample is a line of out_dir/samples.jsonl (see Sample) as soon as it has ended. A killed evaluation goes
+on where it stopped, started again by the same command. The table is made from these lines, and budgets are
+applied to them: a longer sample counts as cut, and is scored as it stands there. Differences are paired: by
+problem, against `baseline` under the same budget, with a bootstrap interval over the problems. Seconds of a
+sample are its shares of the decoding steps that it was in, so that they add up to the time of the whole: they
+depend on how many samples ran beside it, and compare between arms that were sampled in one go with the same
+`rows`.
+
+Columns of the table: pass_at_k, some sample of a problem is right; mean_tokens and p90_tokens, with the end
+token, without summaries; cut, the share that a budget has cut; cache_mb, keys and values that a sample holds
+at its end (restarts: in its largest context); difference, low, high: from the arm in `against`.
 """
 init_from = "data/smollm2"        # a Hugging Face folder or a hub name
 models = {}                       # further weights for policy@name, such as {"full": "out-full/last"}
-out_dir = "out-eval"              # samples.jsonl, eval.json (how they were drawn), table.csv, accuracy.png, pass_rates/
-task: str | list = "reasoning_gym:chain_sum"  # passes:4-60 | reasoning_gym:<dataset> | jsonl:<path> | py:<file>; several: "['a', 'b']"
-held_out: bool | None = None      # True: problems that training does not see | False: the others, to rate them | None: all of a file
+out_dir = "out-eval"              # samples.jsonl, eval.json (how they were drawn), table.csv, pass_rates/
+task: str | list = "reasoning_gym:chain_sum"  # a name as tasks.py explains them; several: "['a', 'b']"
+held_out: bool | None = None      # True: problems kept from training | False: the others | None: all
 n_problems = 30                   # of each task
-samples_per_problem = 8           # the k of avg@k and pass@k
-policies = "full,prefix_sliding"  # separated by commas: prefix_sliding | full | sliding | streaming | random | full_stop | last_k | summary
+samples_per_problem = 8           # the k of avg@k (their mean score) and pass@k (one of them is right)
+policies = "full,prefix_sliding"  # separated by commas: those above
 windows: tuple | int = 4096       # tokens; several: each policy with each of them
-prefixes = "whole"                # for prefix_sliding and random, separated by commas: whole | question | whole+100 | a number of tokens
-rope = "continue"                 # continue: absolute positions | reset: close the gap behind the prefix. streaming means reset
+prefixes = "whole"                # of prefix_sliding: whole | question | whole+100 | a number of tokens
+rope = "continue"                 # continue: absolute positions | reset: close the gap behind the prefix
 max_new_tokens = 32768            # most tokens per sample
 min_new_tokens = 0                # tokens before an end token may come
 budgets: tuple | int = ()         # tokens, up to max_new_tokens, which is always one of them
-baseline = ""                     # what the others are compared with: a policy, policy@name or arm of the table; "" = the first policy
+baseline = ""                     # a policy, policy@name or arm to compare with; "" = the first policy
 system = ""                       # system message for the chat template, "" = none
 template_args = {}                # further arguments of the chat template, such as {"enable_thinking": True}
 temperature = 0.6                 # >= 0
 top_p = 0.95                      # 0 < top_p <= 1
 rows: int | None = None           # samples that run at once; None = all, or as many as fit the memory
-compile = False                   # True: faster steps by fast/step.py, after some seconds of compiling (on a CPU: by a C compiler)
-carry_first = 0                   # last_k: first new tokens that stay (Delethink: 100)
+compile = False                   # True: faster steps by fast/step.py, after some seconds of compiling
+carry_first = 0                   # last_k: first new tokens that stay (in Delethink, arXiv 2510.06557: 100)
 carry_last = 256                  # last_k: last tokens that stay, k
 summary_tokens = 256              # summary: most tokens of a summary
-summary_prompt = ("\n\nMy notes are about to be lost. I write down what I need to go on, for example: <context>Sought: the smallest n. "
-                  "It is a multiple of 6; 6, 12 and 18 fail at the second condition. Next: try 24.</context> Now mine: <context>")
-summary_form = "<context>{}</context>\n\n"  # how it is shown afterwards; what follows {} ends it
-cue = "\n\nThe final answer is \\boxed{"    # full_stop: begins the answer, after </think> where the thinking is still going on
+summary_prompt = (
+    "\n\nMy notes are about to be lost. I write down what I need to go on, for example: <context>Sought: the "
+    "smallest n. It is a multiple of 6; 6, 12 and 18 fail at the second condition. Next: try 24.</context> "
+    "Now mine: <context>")
+summary_form = "<context>{}</context>\n\n"    # how it is shown afterwards; what follows {} ends it
+cue = "\n\nThe final answer is \\boxed{"      # full_stop: begins the answer, after </think>
 answer_tokens = 32                # full_stop: most tokens of the answer
 seed = 1                          # of problems and samples
 device = "auto"                   # auto (cuda, then mps, then cpu) | cpu | cuda | cuda:1 | mps
-dtype = "auto"                    # auto (bfloat16 where the hardware has it, else float32) | float32 | bfloat16 | float16 | float64
+dtype = "auto"                    # auto | float32 | bfloat16 | float16 | float64
 
 from configurator import configure, require, run, settings
 
@@ -63,6 +73,7 @@ configure(globals())
 
 import csv
 import fcntl
+import functools
 import hashlib
 import itertools
 import json
@@ -70,200 +81,275 @@ import re
 import sys
 import time
 from array import array
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
+import torch
 
-import lab.figures as figures
 from checkpoint import MODEL_FILES, fingerprint, local_folder, read_config, read_json, replacing
 from device import device_and_dtype
 from engine import POLICIES, Thinking, generate
-from lab.bench import print_table, rounded
 from model import GPT, GPTConfig
 from sliding_cache import hashed, layer_windows, row_bytes
 from tasks import load_task, prompt_ids, text_of
 from tokenizer import load_tokenizer
 
+# ----------------------------------------------------------------------------------------------------------
+# arms: what is compared
+
+@dataclass(eq=False)
+class Weights:
+    """What arms sample from."""
+    name: str                     # in `models`; "" = init_from
+    folder: str
+    tokenizer: object
+    config: GPTConfig
+    location: torch.device
+    dtype: torch.dtype
+
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to sample. weights: a key of `models`, "" = init_from."""
+    """One way to sample: a row of the table."""
     policy: str
-    weights: str
-    window: int | None
-    prefix: str
+    weights: Weights
+    window: int | None            # tokens; None = everything
+    prefix: str                   # one of `prefixes`
 
-    def kind(self):
-        return self.policy + (f"@{self.weights}" if self.weights else "")
+    @property
+    def name(self):
+        return f"{self.policy}@{self.weights.name}" if self.weights.name else self.policy
 
     def __str__(self):
-        return self.kind() + (f" W={self.window}" if self.window else "") + (f" P={self.prefix}" if self.prefix != "whole" else "")
+        text = self.name
+        if self.window is not None:
+            text += f" W={self.window}"
+        if self.prefix != "whole":
+            text += f" P={self.prefix}"
+        return text
 
 
-def arms():
-    """All that the configuration asks for. Raises ValueError for a name that there is not."""
-    out, kept = [], [prefix.strip() for prefix in prefixes.split(",")]
-    for prefix in kept:
-        if not re.fullmatch(r"whole(\+[1-9]\d*)?|question|0|[1-9]\d*", prefix):
-            raise ValueError(f"prefixes={prefixes!r}: whole, question, whole+100 or a number of tokens, not {prefix!r}")
-    for item in policies.split(","):
-        policy, _, weights = item.strip().partition("@")
-        if policy not in (*POLICIES, *RESTARTS):
-            raise ValueError(f"policies={policies!r}: there is no {policy!r}, only {', '.join((*POLICIES, *RESTARTS))}")
-        if weights and weights not in models:
-            raise ValueError(f"policies={policies!r}: {item.strip()!r} needs models={{{weights!r}: a folder with weights}}")
-        out += [Arm(policy, weights, window, prefix) for window in ([None] if policy == "full" else several(windows))
-                for prefix in (kept if policy in ("prefix_sliding", "random") else ["whole"])]
-    if len(set(out)) < len(out):
+def all_arms():
+    """Each policy with the windows and prefixes that it takes. ValueError for a name that there is not."""
+    arms, load = [], functools.cache(load_weights)
+    for item in split(policies):
+        policy, _, name = item.partition("@")
+        known = (*POLICIES, *RESTARTS)
+        if policy not in known:
+            raise ValueError(f"policies={policies!r}: there is no {policy!r}, only {', '.join(known)}")
+        if name and name not in models:
+            raise ValueError(f"policies: {item!r} needs models={{{name!r}: a folder with weights}}")
+        keeps_prompt = policy in ("prefix_sliding", "random")
+        for window in [None] if policy == "full" else several(windows):
+            for prefix in split(prefixes) if keeps_prompt else ["whole"]:
+                arms.append(Arm(policy, load(name), window, prefix))
+    if len(set(arms)) < len(arms):
         raise ValueError(f"policies={policies!r}, windows={windows}, prefixes={prefixes!r}: the same twice")
-    if baseline and baseline not in (*map(Arm.kind, out), *map(str, out)):
-        raise ValueError(f"baseline={baseline!r}: none of {', '.join(map(str, out))} (--baseline= takes the first)")
-    return out
+    if baseline and not any(baseline in (arm.name, str(arm)) for arm in arms):
+        raise ValueError(f"baseline={baseline!r}: none of {', '.join(map(str, arms))}")
+    return arms
+
+
+def load_weights(name):
+    folder = models.get(name, init_from)
+    config = GPTConfig(**read_config(local_folder(folder, MODEL_FILES)))
+    return Weights(name, folder, load_tokenizer(folder), config, *device_and_dtype(device, dtype))
+
+
+def split(names):
+    return [name.strip() for name in names.split(",")]
 
 
 def several(value):
+    """A key that holds one number or several of them, as a tuple."""
     return (value,) if isinstance(value, int) else tuple(value)
 
 
 def prefix_tokens(prefix, problem, prompt, tokenizer):
-    """How many tokens stay for good. "question": up to the end of the question, without what the chat template says after it, which is
-    the end that all prompts have in common."""
-    if prefix == "question":
-        other = prompt_ids(replace(problem, prompt=problem.prompt + "\n\n\u00a7"), tokenizer, system, template_args)
-        same = next((n for n, (a, b) in enumerate(zip(reversed(prompt), reversed(other), strict=False)) if a != b), 0)
-        return len(prompt) - same
-    return int(prefix) if prefix.isdigit() else len(prompt) + int(prefix.partition("+")[2] or 0)
+    """How many tokens stay for good. "question": up to the end of the question, without what the chat
+    template says after it, which is the end that all prompts have in common."""
+    if prefix.isdigit():
+        return int(prefix)
+    if prefix != "question":
+        return len(prompt) + int(prefix.removeprefix("whole") or 0)
+    longer = replace(problem, prompt=problem.prompt + "\n\n\u00a7")
+    other = prompt_ids(longer, tokenizer, system, template_args)
+    same = 0
+    while prompt[-1 - same] == other[-1 - same]:
+        same += 1
+    return len(prompt) - same
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# sampling
+# ----------------------------------------------------------------------------------------------------------
+# sampling under a policy
 
-class Recorder:
-    """Takes the tokens of some samples as they come, shares the time among them, and writes each sample when it is complete.
+@dataclass(eq=False)
+class Sample:
+    """One attempt at a problem: a line of samples.jsonl. The last two fields serve only while it is drawn."""
+    task: str
+    arm: str
+    problem: int                  # its number in the task
+    sample: int                   # its number among those of the problem
+    question: str
+    answer: str
+    prompt_tokens: int
+    prefix_tokens: int            # how many stay for good
+    n_tokens: int = 0             # with the end token
+    finish_reason: str = ""       # "stop" | "length" | "" while it is drawn
+    s: float = 0.0                # seconds
+    every: int = 1
+    times: list = field(default_factory=list)     # seconds after each `every` tokens
+    tokens: list = field(default_factory=list)
+    score: float = 0.0            # 0 to 1
+    mark: str = ""                # of the problem, see mark_of
+    text: str = ""
+    prompt: list = ()             # token ids
+    context: list = ()            # token ids that it goes on from: at first the prompt
 
-    samples: dicts of what is known of each beforehand. A decoding step gives at most one token to a sample: the second one to any of
-    them begins the next step, and what has passed since the step before is the time of all who had a token in this one."""
 
-    def __init__(self, samples, complete, eos_ids):
-        self.samples, self.complete, self.eos_ids = samples, complete, eos_ids
-        self.tokens, self.times, self.seconds = [[] for _ in samples], [[] for _ in samples], [0.0] * len(samples)
-        self.every = max(max_new_tokens // 64, 1)
-        self.step, self.cost, self.last = {}, 0.0, time.perf_counter()                # samples with a token in this step
-        self.reason, self.ended, self.written = {}, [], 0
-        self.began = self.shown = self.last
+class Sampler:
+    """Draws the samples of an arm, shares the time among them, and calls complete(sample) when one has ended.
 
-    def token(self, i, token):
-        if i in self.step or not self.step:
+    A decoding step gives at most one token to a sample: the second one to any of them begins the next step,
+    and what has passed since the step before is the time of all who had a token in this one."""
+
+    def __init__(self, arm, model, samples, complete):
+        self.arm, self.model, self.tokenizer = arm, model, arm.weights.tokenizer
+        self.samples, self.complete = samples, complete
+        self.turns = 0            # calls of generate()
+        self.step = {}            # samples with a token in this step
+        self.cost = 0.0           # seconds of this step
+        self.began = self.reported = self.last = time.perf_counter()    # last: the end of the step before
+
+    def run(self):
+        """Bring all samples to their end."""
+        policy = self.arm.policy
+        if policy in RESTARTS:
+            RESTARTS[policy](self)
+        else:
+            prefix_len = [sample.prefix_tokens for sample in self.samples]
+            how = dict(window=self.arm.window, prefix_len=prefix_len, rope=rope) | POLICIES[policy]
+            self.draw(self.samples, max_new_tokens, **how)
+
+    def running(self):
+        return [sample for sample in self.samples if not sample.finish_reason]
+
+    def draw(self, samples, limits, aside=False, **how):
+        """Have some samples go on from their contexts. -> the new tokens of each; `aside`, they take time but
+        are no part of it. Each turn draws from streams of its own; the first are shared by all policies."""
+        streams = [hashed(seed, sample.problem, sample.sample) for sample in samples]
+        if self.turns:
+            streams = [hashed(stream, self.turns) for stream in streams]
+        self.turns += 1
+        contexts = [list(sample.context) for sample in samples]
+        least = [0 if aside else max(min_new_tokens - sample.n_tokens, 0) for sample in samples]
+        # Restarts attend to everything in a context; the other policies say in `how` what they attend to.
+        everything = dict(window=None, prefix_len=[sample.prompt_tokens for sample in samples])
+        done = generate(
+            self.model, contexts, limits, min_new_tokens=least, seed=streams,
+            temperature=temperature, top_p=top_p, rows=rows, compile=compile,
+            stop_ids=self.tokenizer.eos_ids, n_vocab=self.tokenizer.n_vocab,
+            on_token=lambda i, token: self.token(samples[i], token, aside), **everything | how)
+        self.close()
+        return [completion.tokens for completion in done]
+
+    def token(self, sample, token, aside=False):
+        if sample in self.step or not self.step:
             cost = time.perf_counter() - self.last
             self.close()
-            self.cost, self.last = cost, time.perf_counter()
-        self.step[i] = True
-        self.tokens[i].append(token)
-        if token in self.eos_ids or len(self.tokens[i]) == max_new_tokens:
-            self.end(i, "stop" if token in self.eos_ids else "length")
-
-    def share(self, samples):
-        """Count the time since the last step, of work that gave them no tokens, to some samples."""
-        self.close()
-        now = time.perf_counter()
-        for i in samples:
-            self.seconds[i] += (now - self.last) / len(samples)
-        self.last = now
-
-    def end(self, i, reason):
-        self.reason[i] = reason
-        self.ended.append(i)
+            self.cost = cost
+        self.step[sample] = True
+        sample.context.append(token)
+        if not aside:
+            sample.tokens.append(token)
+            sample.n_tokens += 1
+            if token in self.tokenizer.eos_ids:
+                sample.finish_reason = "stop"
+            elif sample.n_tokens == max_new_tokens:
+                sample.finish_reason = "length"
 
     def close(self):
-        """Ends a step; scoring and writing are no part of anybody's time."""
-        for i in self.step:
-            self.seconds[i] += self.cost / len(self.step)
-            if len(self.tokens[i]) % self.every == 0:
-                self.times[i].append(round(self.seconds[i], 6))
-        for i in self.ended:
-            self.complete(dict(self.samples[i], n_tokens=len(self.tokens[i]), finish_reason=self.reason[i], s=round(self.seconds[i], 6),
-                               every=self.every, times=self.times[i], tokens=self.tokens[i]))
-        self.written += len(self.ended)
-        self.step, self.ended, now = {}, [], time.perf_counter()
-        if now - self.shown > 20:
-            self.shown, tokens = now, sum(map(len, self.tokens))
-            most = sum(max_new_tokens - len(t) for i, t in enumerate(self.tokens) if i not in self.reason)
-            rate = tokens / (now - self.began)
-            print(f"  {self.written} of {len(self.tokens)} samples, {tokens:,} tokens, {rate:,.0f} tokens/s, for these at most "
-                  f"{most / rate / 60:,.1f} min left", file=sys.stderr, flush=True)
+        """Ends a step. Scoring and writing are no part of anybody's time: the next step begins afterwards."""
+        for sample in self.step:
+            sample.s += self.cost / len(self.step)
+            if len(sample.times) < sample.n_tokens // sample.every:
+                sample.times.append(round(sample.s, 6))
+            if sample.finish_reason:
+                self.complete(sample)
+        self.step = {}
+        self.last = time.perf_counter()
+        if self.last - self.reported > 20:
+            self.report()
+
+    def report(self):
+        self.reported = time.perf_counter()
+        rate = sum(sample.n_tokens for sample in self.samples) / (self.reported - self.began)
+        most = sum(max_new_tokens - sample.n_tokens for sample in self.running())
+        print(f"  {len(self.running())} of {len(self.samples)} samples are running, {rate:,.0f} tokens/s, "
+              f"at most {most / rate / 60:,.1f} min left", file=sys.stderr, flush=True)
 
 
-def sample(arm, model, tokenizer, prompts, kept, seeds, recorder):
-    """Sample a completion of each prompt under a policy; every token goes to recorder.token. kept: prefix lengths."""
-    how = dict(temperature=temperature, top_p=top_p, min_new_tokens=min_new_tokens, stop_ids=tokenizer.eos_ids, n_vocab=tokenizer.n_vocab,
-               rows=rows, compile=compile)
-    if arm.policy in POLICIES:
-        generate(model, prompts, max_new_tokens, seed=seeds, on_token=recorder.token, **how,
-                 **dict(window=arm.window, prefix_len=kept, rope=rope) | POLICIES[arm.policy])
-        recorder.close()
-        return
-    turn = 0
+# ----------------------------------------------------------------------------------------------------------
+# restarts: full attention, but in contexts of P + W tokens
 
-    def piece(contexts, reserve=0, limit=max_new_tokens, hidden=False, **more):
-        """Go on from contexts, {sample: tokens}, to P + W - reserve tokens at most. -> {sample: new tokens} of those that did not finish.
-        Each piece draws from a stream of its own, the first one from that of the other policies. hidden: no part of the sample."""
-        nonlocal turn
-        index = [i for i in contexts if i not in recorder.reason]
-        if not index:
-            return {}
-        so_far = [0 if hidden else len(recorder.tokens[i]) for i in index]
-        room = [len(prompts[i]) + arm.window - reserve - len(contexts[i]) for i in index]
-        done = generate(
-            model, [contexts[i] for i in index], [min(r, limit, max_new_tokens - n) for r, n in zip(room, so_far, strict=True)],
-            window=None, prefix_len=[len(prompts[i]) for i in index], seed=[hashed(seeds[i], turn) if turn else seeds[i] for i in index],
-            **how | more | dict(min_new_tokens=[0 if hidden else max(min_new_tokens - n, 0) for n in so_far]),
-            on_token=None if hidden else lambda j, token: recorder.token(index[j], token))
-        turn += 1
-        recorder.share(index) if hidden else recorder.close()
-        return {i: c.tokens for i, c in zip(index, done, strict=True) if i not in recorder.reason}
-
-    RESTARTS[arm.policy](prompts, tokenizer, recorder, piece)
-    recorder.close()
+def go_on(sampler, reserve=0, limit=None):
+    """Draw until P + W - reserve tokens are in the context of each running sample, or `limit` new ones have
+    come. -> the samples that are still running"""
+    samples, limits = sampler.running(), []
+    for sample in samples:
+        room = sample.prompt_tokens + sampler.arm.window - reserve - len(sample.context)
+        left = max_new_tokens - sample.n_tokens
+        limits.append(min(room, left, limit or left))
+    sampler.draw(samples, limits)
+    return sampler.running()
 
 
-def full_stop(prompts, tokenizer, recorder, piece):
+def full_stop(sampler):
     """Full attention that has to answer when its context is full."""
-    think, end_think, ask = tokenizer.token_id("<think>"), tokenizer.token_id("</think>"), tokenizer.encode(cue)
-    left = piece(dict(enumerate(prompts)), room_taken("full_stop", tokenizer))
-    for i, fresh in left.items():
-        is_open = end_think is not None and Thinking(end_think, think).open_in(prompts[i] + fresh) and end_think not in fresh
-        for token in [end_think] * is_open + ask:
-            recorder.token(i, token)
-    for i in piece({i: prompts[i] + recorder.tokens[i] for i in left}, limit=answer_tokens):
-        recorder.end(i, "length")
+    tokenizer = sampler.tokenizer
+    think, end_think = tokenizer.token_id("<think>"), tokenizer.token_id("</think>")
+    for sample in go_on(sampler, reserve=room_taken(sampler.arm)):
+        said = tokenizer.encode(cue)
+        if end_think is not None and end_think not in sample.tokens:
+            if Thinking(end_think, think).open_in(sample.context):
+                said = [end_think, *said]
+        for token in said[:max_new_tokens - sample.n_tokens]:
+            sampler.token(sample, token)
+    for sample in go_on(sampler, limit=answer_tokens):
+        sample.finish_reason = "length"
+        sampler.complete(sample)
 
 
-def last_k(prompts, tokenizer, recorder, piece):
-    """Restarts with the last raw tokens; with the first ones too it is Delethink's carry-over (arXiv 2510.06557)."""
-    contexts = dict(enumerate(prompts))
-    while left := piece(contexts):
-        contexts = {}
-        for i in left:
-            first, rest = recorder.tokens[i][:carry_first], recorder.tokens[i][carry_first:]
-            contexts[i] = prompts[i] + first + rest[max(len(rest) - carry_last, 0):]
+def last_k(sampler):
+    """Restarts with the last raw tokens; with the first ones too it is Delethink's carry-over."""
+    while running := go_on(sampler):
+        for sample in running:
+            first, rest = sample.tokens[:carry_first], sample.tokens[carry_first:]
+            sample.context = sample.prompt + first + rest[max(len(rest) - carry_last, 0):]
 
 
-def summary(prompts, tokenizer, recorder, piece):
+def summary(sampler):
     """Restarts with a summary by the same model. It costs time but counts for no tokens of the sample."""
+    tokenizer = sampler.tokenizer
     opening, closing = summary_form.split("{}")
     before, after, ask = map(tokenizer.encode, (opening, closing, summary_prompt))
     think, end = tokenizer.token_id("<think>"), closing.strip()
     stop = dict(stop_strings=(end,), decode=tokenizer.decode) if end else {}
-    contexts = dict(enumerate(prompts))
-    while left := piece(contexts, len(ask) + summary_tokens):
-        asked = {i: contexts[i] + fresh + ask for i, fresh in left.items()}
-        contexts = {}
-        for i, text in piece(asked, limit=summary_tokens, hidden=True, **stop).items():
-            text = [t for t in text if t not in tokenizer.eos_ids]
-            text = tokenizer.encode(tokenizer.decode(text).partition(end)[0])[:summary_tokens] if end else text
-            at = next((n for n in range(len(prompts[i]) - 2, len(prompts[i])) if prompts[i][n] == think), len(prompts[i]))
-            contexts[i] = prompts[i][:at] + before + text + after + prompts[i][at:]
+    while running := go_on(sampler, reserve=len(ask) + summary_tokens):
+        for sample in running:
+            sample.context += ask
+        written = sampler.draw(running, summary_tokens, aside=True, **stop)
+        for sample, notes in zip(running, written, strict=True):
+            notes = [token for token in notes if token not in tokenizer.eos_ids]
+            if end:
+                text = tokenizer.decode(notes).partition(end)[0]
+                notes = tokenizer.encode(text)[:summary_tokens]
+            place = sample.prompt_tokens
+            if think in sample.prompt[-2:]:
+                place = sample.prompt.index(think, -2)
+            notes = before + notes + after
+            sample.context = sample.prompt[:place] + notes + sample.prompt[place:]
 
 
 RESTARTS = dict(full_stop=full_stop, last_k=last_k, summary=summary)
@@ -271,214 +357,317 @@ OWN_KEYS = dict(full_stop=("cue", "answer_tokens"), last_k=("carry_first", "carr
                 summary=("summary_prompt", "summary_form", "summary_tokens"))
 
 
-def room_taken(policy, tokenizer):
-    """How many of the W tokens of a context are not for new ones: what is carried into it, and what is said at its end."""
-    if policy == "full_stop":
-        return (tokenizer.token_id("</think>") is not None) + len(tokenizer.encode(cue)) + answer_tokens
-    if policy == "last_k":
+def room_taken(arm):
+    """How many of the W tokens of a context are not for new ones: what is carried into it, and what is said
+    at its end."""
+    tokenizer = arm.weights.tokenizer
+    if arm.policy == "last_k":
         return carry_first + carry_last
-    return sum(len(tokenizer.encode(part)) for part in (summary_prompt, *summary_form.split("{}"))) + 2 * summary_tokens
+    if arm.policy == "full_stop":
+        ends_thinking = tokenizer.token_id("</think>") is not None
+        return ends_thinking + len(tokenizer.encode(cue)) + answer_tokens
+    said = (summary_prompt, *summary_form.split("{}"))
+    return sum(len(tokenizer.encode(text)) for text in said) + 2 * summary_tokens
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------
 # what is on disk
 
+# What decides how a sample comes out, beside OWN_KEYS, the dtype and the weights. The other keys only say
+# which samples to draw and how to look at them. A new key that changes samples belongs in here.
+SAMPLING_KEYS = ("held_out", "rope", "max_new_tokens", "min_new_tokens", "system", "template_args",
+                 "temperature", "top_p", "compile", "seed")
+
+
+def keep_settings(done, arms):
+    """Write to eval.json how the samples of each policy are drawn, and by which weights. ValueError if those
+    in `done` were drawn in another way. Policies that are not asked for stay as they are."""
+    path = Path(out_dir, "eval.json")
+    entries = read_json(path, missing={})
+    marks = {weights: fingerprint(weights.folder) for weights in {arm.weights for arm in arms}}
+    drawn = {arm.partition(" ")[0] for _, arm, _, _ in done}
+    for arm in arms:
+        keys = (*SAMPLING_KEYS, *OWN_KEYS.get(arm.policy, ()))
+        now = {key: settings(globals())[key] for key in keys}
+        now |= dict(dtype=str(arm.weights.dtype).removeprefix("torch."), weights=marks[arm.weights])
+        before = entries.get(arm.name, {}) if arm.name in drawn else now
+        if not before:
+            refuse(f"holds samples of {arm.name}, but no eval.json that says how they were drawn")
+        for key, value in now.items():
+            if before.get(key) != value:
+                refuse(f"holds samples of {arm.name} with {key}={before.get(key)!r}, not {value!r}")
+        entries[arm.name] = now
+    write_json(path, entries)
+
+
+def refuse(what):
+    raise ValueError(f"out_dir={out_dir!r} {what}: name another out_dir")
+
+
+def write_json(path, value):
+    with replacing(path) as file:
+        file.write_text(json.dumps(value) + "\n", encoding="utf-8")
+
+
+def lock(file):
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        refuse("is in use by another eval.py, wait for it")
+
+
 def read_samples(file):
-    """{(task, arm, problem, sample): line} of samples.jsonl, open for reading and appending. A last line that a kill has cut is removed."""
+    """{(task, arm, problem, sample): Sample} of samples.jsonl. A last line that a kill has cut is removed."""
     file.seek(0)
-    data, done = file.read(), {}
-    whole = data[:data.rfind(b"\n") + 1]
+    text = file.read()
+    whole = text[:text.rfind(b"\n") + 1]
     file.truncate(len(whole))
+    done = {}
     for number, line in enumerate(whole.splitlines(), 1):
         try:
-            record = json.loads(line)
-            done[record["task"], record["arm"], record["problem"], record["sample"]] = compact(record)
-        except (ValueError, KeyError, TypeError):
+            sample = Sample(**json.loads(line))
+        except (ValueError, TypeError):
             raise ValueError(f"{file.name}, line {number}: not a sample of eval.py") from None
+        # There may be 10^8 tokens, and a list takes nine times the memory of an array.
+        sample.tokens, sample.text = array("i", sample.tokens), ""
+        done[sample.task, sample.arm, sample.problem, sample.sample] = sample
     return done
 
 
-def compact(record):
-    """What the table needs of a sample: a list of tokens costs nine times as much memory as an array, and there may be 10^8 of them."""
-    kept = {key: value for key, value in record.items() if key not in ("text", "question", "answer")}
-    return kept | dict(tokens=array("i", record["tokens"]))
+def write_sample(file, source, tokenizer, sample):
+    line = vars(judged(sample, source, tokenizer)) | dict(s=round(sample.s, 6))
+    del line["prompt"], line["context"]
+    file.write(json.dumps(line).encode() + b"\n")
+    file.flush()
 
 
-def keep_settings(out, done, ways, kind, folders):
-    """Write to eval.json how the samples are drawn, and by which weights. ValueError if those that there are (done) were drawn in another
-    way. Keys that only say which samples to draw and how to look at them may change, and those of policies that have no samples yet."""
-    path, asked = out / "eval.json", {arm.policy for arm in ways}
-    drawn = {arm.partition("@")[0].partition(" ")[0] for _, arm, _, _ in done}
-    if done and not path.exists():
-        raise ValueError(f"out_dir={out_dir!r} holds samples, but no eval.json that says how they were drawn: name another out_dir")
-    before = read_json(path) if done else {}
-    now = settings(globals()) | dict(dtype=str(kind)[6:]) | dict(
-        weights=before.get("weights", {}) | {name: fingerprint(folder) for name, folder in folders.items()})
-    now |= {key: before[key] for policy in drawn & OWN_KEYS.keys() - asked for key in OWN_KEYS[policy]}
-    free = {"out_dir", "task", "n_problems", "samples_per_problem", "policies", "windows", "prefixes", "budgets", "baseline", "rows",
-            "models", "init_from", "device", "debug", *(key for policy in OWN_KEYS.keys() - drawn for key in OWN_KEYS[policy])}
-    for name, mark in before.get("weights", {}).items():
-        if now["weights"][name] != mark:
-            raise ValueError(f"out_dir={out_dir!r} holds samples of other weights than {folders[name]!r}: name another out_dir")
-    for key in before.keys() - free - {"weights"}:
-        if before[key] != now.get(key):
-            raise ValueError(f"out_dir={out_dir!r} holds samples with {key}={before[key]!r}, not {now.get(key)!r}: name another out_dir")
-    with replacing(path) as file:
-        file.write_text(json.dumps(now) + "\n", encoding="utf-8")
+def missing_samples(arm, source, done):
+    """The samples of an arm on a task that are not in `done`. ValueError if those are of other problems."""
+    missing, tokenizer = [], arm.weights.tokenizer
+    for i, k in places(source):
+        problem, sample = source.problem(i), done.get((source.name, str(arm), i, k))
+        if sample is None:
+            prompt = prompt_ids(problem, tokenizer, system, template_args)
+            prefix_len = prefix_tokens(arm.prefix, problem, prompt, tokenizer)
+            missing.append(Sample(
+                source.name, str(arm), i, k, problem.prompt, str(problem.answer), len(prompt), prefix_len,
+                every=max(max_new_tokens // 64, 1), mark=mark_of(problem),
+                prompt=prompt, context=list(prompt)))
+        elif sample.mark != mark_of(problem):
+            refuse(f"holds samples of another problem {i} of task={source.name!r}")
+    return missing
+
+
+def places(source):
+    """The (problem, sample) of a task that are asked for."""
+    n = min(n_problems, source.size or n_problems)
+    return list(itertools.product(range(n), range(samples_per_problem)))
 
 
 def mark_of(problem):
-    """What tells a problem from one that stood in its place before its file was edited. (Answers that are more than a text or a number
-    are left out: sets are printed in another order by each process.)"""
+    """What tells a problem from one that stood in its place before its file was edited. (Answers that are
+    more than a text or a number are left out: each process prints a set in another order.)"""
     answer = problem.answer if isinstance(problem.answer, str | int | float) else None
     return hashlib.sha256(repr((problem.prompt, answer)).encode()).hexdigest()[:16]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+def judged(sample, source, tokenizer):
+    """The sample, with its text and its score."""
+    problem, tokens = source.problem(sample.problem), list(sample.tokens)
+    if sample.finish_reason == "stop":
+        tokens.pop()
+    prompt = prompt_ids(problem, tokenizer, system, template_args)
+    sample.text = text_of(tokens, prompt, tokenizer)
+    sample.score = float(source.score(problem, sample.text, tokens, sample.finish_reason))
+    return sample
+
+
+# ----------------------------------------------------------------------------------------------------------
 # the table
 
-def at_budget(record, budget, source, tokenizer):
-    """What a sample comes to if it is stopped after `budget` tokens: (score, tokens, whether it was cut, seconds)."""
-    n = record["n_tokens"]
-    if n <= budget:
-        return record["score"], n, record["finish_reason"] == "length", record["s"]
-    tokens, problem = list(record["tokens"][:budget]), source.problem(record["problem"])
-    score = source.score(problem, text_of(tokens, prompt_ids(problem, tokenizer, system, template_args), tokenizer), tokens, "length")
-    marks = [0, *(record["every"] * (k + 1) for k in range(len(record["times"]))), n]
-    return float(score), budget, True, float(np.interp(budget, marks, [0.0, *record["times"], record["s"]]))
+def at_budget(sample, budget, source, tokenizer):
+    """A sample as it would be if it had been stopped after `budget` tokens, scored as it stands there."""
+    if sample.n_tokens <= budget:
+        return sample
+    marks = [sample.every * n for n in range(len(sample.times) + 1)]
+    s = np.interp(budget, [*marks, sample.n_tokens], [0.0, *sample.times, sample.s])
+    tokens = sample.tokens[:budget]
+    cut = replace(sample, tokens=tokens, n_tokens=budget, finish_reason="length", s=float(s))
+    return judged(cut, source, tokenizer)
 
 
-def cache_bytes(arm, config, n_prompt, kept, n_new, kind):
-    """Bytes of the keys and values that a sample of n_new tokens holds at its end; restarts: in its largest context."""
-    P = POLICIES.get(arm.policy, {}).get("prefix_len", kept)
-    n, room = n_prompt + n_new, max(n_prompt + n_new - P, 1)
-    windows = [w and min(w, room) for w in layer_windows(config, arm.window)]
-    return row_bytes(config, windows, min(P, n), n, kind)
+def cache_bytes(arm, sample):
+    """Bytes of the keys and values that a sample holds at its end; restarts: in its largest context."""
+    prefix_len = POLICIES.get(arm.policy, {}).get("prefix_len", sample.prefix_tokens)
+    length = sample.prompt_tokens + sample.n_tokens
+    room = max(length - prefix_len, 1)
+    windows = [w and min(w, room) for w in layer_windows(arm.weights.config, arm.window)]
+    return row_bytes(arm.weights.config, windows, min(prefix_len, length), length, arm.weights.dtype)
+
+
+def task_table(source, samples):
+    """The rows of one task: each arm under each budget. samples: {arm: its samples, problem by problem}."""
+    cut, rows = {}, []
+    for arm, budget in itertools.product(samples, sorted({*several(budgets), max_new_tokens})):
+        tokenizer = arm.weights.tokenizer
+        cut[arm, budget] = [at_budget(sample, budget, source, tokenizer) for sample in samples[arm]]
+    for (arm, budget), drawn in cut.items():
+        row = table_row(arm, budget, drawn)
+        base = base_of(arm, list(samples))
+        if base != arm:
+            row["against"] = str(base)
+            row["difference"], row["low"], row["high"] = paired(scores(drawn), scores(cut[base, budget]))
+        rows.append(row)
+    return rows
+
+
+def table_row(arm, budget, samples):
+    n_tokens = [sample.n_tokens for sample in samples]
+    seconds = [sample.s for sample in samples]
+    return dict(
+        task=samples[0].task, arm=str(arm), policy=arm.policy, window=arm.window, prefix=arm.prefix,
+        budget=budget, problems=len(scores(samples)), samples=samples_per_problem,
+        accuracy=mean(scores(samples)),
+        pass_at_k=mean(scores(samples).max(1)),
+        mean_tokens=mean(n_tokens),
+        p90_tokens=float(np.percentile(n_tokens, 90)),
+        cut=mean([sample.finish_reason == "length" for sample in samples]),
+        s_per_sample=mean(seconds),
+        tokens_per_s=sum(n_tokens) / max(sum(seconds), 1e-9),
+        cache_mb=mean([cache_bytes(arm, sample) for sample in samples]) / 1e6,
+        against=None, difference=None, low=None, high=None)
+
+
+def scores(samples):
+    """(problems, samples of each)"""
+    return np.reshape([sample.score for sample in samples], (-1, samples_per_problem))
+
+
+def mean(values):
+    return float(np.mean(values))
+
+
+def base_of(arm, arms):
+    """What an arm is compared with: the baseline, where it has a window with the same one; else itself."""
+    name = baseline or arms[0].name
+    for other in arms:
+        same_window = other.window == arm.window or None in (other.window, arm.window)
+        if name == str(other) or name == other.name and same_window:
+            return other
+    return arm
 
 
 def paired(a, b):
-    """The mean difference of two lists of values for the same problems, and its 95 % bootstrap interval over the problems."""
-    d = np.array(a) - np.array(b)
-    means = d[np.random.default_rng(0).integers(0, len(d), (10000, len(d)))].mean(1)
-    return float(d.mean()), *map(float, np.percentile(means, (2.5, 97.5)))
+    """The mean difference of two arms with scores (problems, samples of each), and its 95 % bootstrap
+    interval over the problems."""
+    differences = a.mean(1) - b.mean(1)
+    draws = np.random.default_rng(0).choice(differences, (10000, len(differences)))
+    low, high = np.percentile(draws.mean(1), (2.5, 97.5))
+    return mean(differences), float(low), float(high)
 
 
-def task_table(name, source, records, tokenizers, configs, kind):
-    """The rows of the table for one task: each arm under each budget. records: {arm: {problem: [its samples]}}."""
-    out, means = [], {}
-    for arm, budget in itertools.product(records, sorted({*several(budgets), max_new_tokens})):
-        samples = [r for group in records[arm].values() for r in group]
-        ends = [at_budget(r, budget, source, tokenizers[arm.weights]) for r in samples]
-        scores, n_tokens, cut, seconds = (np.array(x, dtype=float) for x in zip(*ends, strict=True))
-        scores = scores.reshape(len(records[arm]), -1)                                # (problems, samples of each)
-        means[arm, budget] = scores.mean(1)
-        held = [cache_bytes(arm, configs[arm.weights], r["prompt_tokens"], r["prefix_tokens"], int(n), kind)
-                for r, n in zip(samples, n_tokens, strict=True)]
-        out.append(dict(
-            task=name, arm=str(arm), policy=arm.policy, window=arm.window, prefix=arm.prefix, budget=budget, problems=len(scores),
-            samples=scores.shape[1], accuracy=float(scores.mean()), pass_at_k=float(scores.max(1).mean()),
-            mean_tokens=float(n_tokens.mean()), p90_tokens=float(np.percentile(n_tokens, 90)), cut=float(cut.mean()),
-            s_per_sample=float(seconds.mean()), tokens_per_s=float(n_tokens.sum() / max(seconds.sum(), 1e-9)),
-            cache_mb=float(np.mean(held)) / 1e6, against=None, difference=None, low=None, high=None))
-    first = baseline or next(iter(records)).kind()
-    for row, (arm, budget) in zip(out, means, strict=True):
-        bases = [a for a in records if str(a) == first or a.kind() == first and (a.window in (None, arm.window) or arm.window is None)]
-        base = next((a for a in bases if str(a) == first), bases[0] if bases else arm)
-        if base != arm:
-            row["against"] = str(base)
-            row["difference"], row["low"], row["high"] = paired(means[arm, budget], means[base, budget])
-    return out
-
-
-def draw(arm, name, source, todo, model, tokenizer, file, done):
-    """Sample what is still missing of an arm on a task: todo, [(problem, sample)]. Complete samples go to `file` and `done`."""
-    problems = {i: source.problem(i) for i, _ in todo}
-    prompts = {i: prompt_ids(problem, tokenizer, system, template_args) for i, problem in problems.items()}
-    kept = {i: prefix_tokens(arm.prefix, problem, prompts[i], tokenizer) for i, problem in problems.items()}
-
-    def complete(record):
-        tokens = record["tokens"][:-1] if record["finish_reason"] == "stop" else record["tokens"]
-        text = text_of(tokens, prompts[record["problem"]], tokenizer)
-        record["score"] = float(source.score(problems[record["problem"]], text, tokens, record["finish_reason"]))
-        record |= dict(mark=mark_of(problems[record["problem"]]), text=text)
-        file.write(json.dumps(record).encode() + b"\n")
-        file.flush()
-        done[name, str(arm), record["problem"], record["sample"]] = compact(record)
-
-    known = [dict(task=name, arm=str(arm), problem=i, sample=k, question=problems[i].prompt, answer=str(problems[i].answer),
-                  prompt_tokens=len(prompts[i]), prefix_tokens=kept[i]) for i, k in todo]
-    sample(arm, model, tokenizer, [prompts[i] for i, _ in todo], [kept[i] for i, _ in todo], [hashed(seed, i, k) for i, k in todo],
-           Recorder(known, complete, tokenizer.eos_ids))
-
-
-def write_results(out, table, records):
-    """The table, on the terminal too, the picture, and for each arm and task the share of right samples of each problem, by which
-    train_rl.py can choose problems."""
-    with replacing(out / "table.csv") as path, open(path, "w", encoding="utf-8", newline="") as file:
+def write_table(path, table):
+    """The table as a file and, without the columns that say the same everywhere, on the terminal."""
+    with replacing(path) as tmp, open(tmp, "w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, list(table[0]))
         writer.writeheader()
         writer.writerows(table)
     hidden = {"policy", "window", "prefix", "samples"}
-    hidden |= {key for key in ("task", "budget", "problems") if len({row[key] for row in table}) == 1}
-    print(f"{samples_per_problem} samples of each problem; differences are from the arm in `against`, with 95 % intervals")
-    print_table([{key: value for key, value in rounded(**row).items() if key not in hidden} for row in table])
-    figures.accuracy(out / "table.csv", out / "accuracy.png")
-    (out / "pass_rates").mkdir(exist_ok=True)
-    names = list(dict.fromkeys(name for name, _ in records))
-    for (name, arm), problems in records.items():
-        rates = {i: sum(r["score"] for r in samples) / len(samples) for i, samples in problems.items()}
-        number = f"{names.index(name)}-" if len(names) > 1 else ""
-        with replacing(out / "pass_rates" / f"{number}{re.sub(r'[^a-zA-Z0-9_.@=+-]+', '_', str(arm))}.json") as path:
-            path.write_text(json.dumps(dict(task=name, seed=seed, held_out=held_out, rates=rates)) + "\n", encoding="utf-8")
+    for key in ("task", "budget", "problems"):
+        if len({row[key] for row in table}) == 1:
+            hidden.add(key)
+    print(f"{samples_per_problem} samples of each problem; differences are from the arm in `against`, "
+          "with 95 % intervals")
+    print_table([{key: value for key, value in row.items() if key not in hidden} for row in table])
+
+
+def print_table(table):
+    """Rows that have the same keys, for a terminal: floats to four digits."""
+    lines = [list(table[0]), *([cell(value) for value in row.values()] for row in table)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        print("  ".join(map(str.rjust, line, widths)))
+
+
+def cell(value):
+    if isinstance(value, float):
+        return f"{float(f'{value:.4g}'):g}"
+    return "-" if value is None else str(value)
+
+
+def write_pass_rates(path, samples):
+    """The share of right samples of each problem, by which train_rl.py can choose problems."""
+    path.parent.mkdir(exist_ok=True)
+    rates = dict(enumerate(scores(samples).mean(1)))
+    write_json(path, dict(task=samples[0].task, seed=seed, held_out=held_out, rates=rates))
+
+
+# ----------------------------------------------------------------------------------------------------------
+
+def check_keys():
+    """ValueError for a key out of range; those that generate() takes as they are, it checks by itself."""
+    least = dict(n_problems=1, samples_per_problem=1, max_new_tokens=1, answer_tokens=1, summary_tokens=1,
+                 carry_first=0, carry_last=0)
+    form = r"whole(\+[1-9]\d*)?|question|0|[1-9]\d*"
+    require(
+        globals(),
+        *((key, globals()[key] >= n, f"at least {n}") for key, n in least.items()),
+        ("seed", abs(seed) < 2**63, "of 64 bits"),
+        ("windows", min(several(windows), default=0) >= 1, "at least 1"),
+        ("budgets", all(1 <= n <= max_new_tokens for n in several(budgets)), f"from 1 to {max_new_tokens}"),
+        ("prefixes", all(re.fullmatch(form, prefix) for prefix in split(prefixes)),
+         "made of whole, question, whole+100 or a number of tokens"),
+        ("summary_form", summary_form.count("{}") == 1, "a text with {} in it"),
+        ("task", len(task) > 0, "a name or a list of names"))
+
+
+def check_room(arm):
+    if arm.policy in RESTARTS and room_taken(arm) >= arm.window:
+        raise ValueError(
+            f"{arm}: what is carried into a context and said at its end takes {room_taken(arm)} of its "
+            f"{arm.window} tokens: a larger window, or smaller {', '.join(OWN_KEYS[arm.policy])}")
+
+
+def draw_missing(file, arms, sources):
+    """Draw the samples that are not in the file yet, and write each of them to it."""
+    done = read_samples(file)
+    keep_settings(done, arms)
+    for weights in dict.fromkeys(arm.weights for arm in arms):
+        model = None              # frees the one before
+        for arm, source in itertools.product(arms, sources):
+            samples = missing_samples(arm, source, done) if arm.weights == weights else []
+            if samples:
+                place = f"{arms.index(arm) + 1} of {len(arms)}"
+                print(f"{arm} ({place}) on {source.name}: {len(samples)} samples", file=sys.stderr)
+                model = model or GPT.from_pretrained(
+                    weights.folder, dtype=weights.dtype, device=weights.location)
+                write = functools.partial(write_sample, file, source, weights.tokenizer)
+                Sampler(arm, model, samples, write).run()
 
 
 def main():
-    least = dict(n_problems=1, samples_per_problem=1, max_new_tokens=1, min_new_tokens=0, answer_tokens=1, summary_tokens=1, carry_first=0,
-                 carry_last=0)
-    require(globals(), *((key, globals()[key] >= n, f"at least {n}") for key, n in least.items()),
-            ("summary_form", summary_form.count("{}") == 1, "a text with {} in it"), ("seed", abs(seed) < 2**63, "of 64 bits"),
-            ("windows", bool(several(windows)) and all(type(w) is int and w >= 1 for w in several(windows)), "whole numbers of at least 1"),
-            ("budgets", all(type(b) is int and 0 < b <= max_new_tokens for b in several(budgets)), f"from 1 to {max_new_tokens}"),
-            ("min_new_tokens", min_new_tokens <= max_new_tokens, f"at most max_new_tokens={max_new_tokens}"),
-            ("models", all(isinstance(folder, str) for folder in models.values()), "names and their folders"),
-            ("task", bool(task) and all(isinstance(name, str) for name in task), "a name or a list of names"))
-    sources = {name: load_task(name, seed, held_out) for name in ([task] if isinstance(task, str) else task)}
-    numbers = {name: range(min(n_problems, source.size or n_problems)) for name, source in sources.items()}
-    ways, (where, kind) = arms(), device_and_dtype(device, dtype)
-    folders = {arm.weights: models[arm.weights] if arm.weights else init_from for arm in ways}
-    configs = {w: GPTConfig(**read_config(local_folder(f, MODEL_FILES))) for w, f in folders.items()}
-    tokenizers = {w: load_tokenizer(folder) for w, folder in folders.items()}
-    for arm in ways:
-        if arm.policy in RESTARTS and (taken := room_taken(arm.policy, tokenizers[arm.weights])) >= arm.window:
-            raise ValueError(f"{arm}: what is carried into a context and said at its end takes {taken} of its {arm.window} tokens: a "
-                             f"larger window, or smaller {', '.join(OWN_KEYS[arm.policy])}")
+    check_keys()
+    sources = [load_task(name, seed, held_out) for name in ([task] if isinstance(task, str) else task)]
+    arms = all_arms()
+    for arm in arms:
+        check_room(arm)
     out = Path(out_dir)
     out.mkdir(parents=True, exist_ok=True)
     with open(out / "samples.jsonl", "ab+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"out_dir={out_dir!r} is in use by another eval.py: wait for it, or name another out_dir") from None
+        lock(file)
+        draw_missing(file, arms, sources)
         done = read_samples(file)
-        keep_settings(out, done, ways, kind, folders)
-        for weights in folders:
-            model = None                                                              # frees the one before
-            for arm, (name, source) in itertools.product([arm for arm in ways if arm.weights == weights], sources.items()):
-                todo = []
-                for i, k in itertools.product(numbers[name], range(samples_per_problem)):
-                    if (name, str(arm), i, k) not in done:
-                        todo.append((i, k))
-                    elif done[name, str(arm), i, k]["mark"] != mark_of(source.problem(i)):
-                        raise ValueError(f"out_dir={out_dir!r} holds samples of another problem {i} of task={name!r}: name another out_dir")
-                if todo:
-                    print(f"{arm} ({ways.index(arm) + 1} of {len(ways)}) on {name}: {len(todo)} samples", file=sys.stderr, flush=True)
-                    model = model or GPT.from_pretrained(folders[weights], dtype=kind, device=where)
-                    draw(arm, name, source, todo, model, tokenizers[weights], file, done)
-    records = {(name, arm): {i: [done[name, str(arm), i, k] for k in range(samples_per_problem)] for i in numbers[name]}
-               for name in sources for arm in ways}
-    table = [row for name, source in sources.items() for row in task_table(
-        name, source, {arm: records[name, arm] for arm in ways}, tokenizers, configs, kind)]
-    write_results(out, table, records)
+    table = []
+    for number, source in enumerate(sources):
+        samples = {arm: [done[source.name, str(arm), i, k] for i, k in places(source)] for arm in arms}
+        table += task_table(source, samples)
+        for arm in arms:
+            label = f"{number}-{arm}" if len(sources) > 1 else str(arm)
+            label = re.sub(r"[^a-zA-Z0-9_.@=+-]+", "_", label)
+            write_pass_rates(out / "pass_rates" / f"{label}.json", samples[arm])
+    write_table(out / "table.csv", table)
+    print(f"as a picture: python -m lab.figures accuracy --data={out}/table.csv --out={out}/accuracy.png",
+          file=sys.stderr)
     print(json.dumps(dict(out_dir=out_dir, table=table)))
 
 

@@ -21,7 +21,7 @@ import sys
 out = ""                       # the picture: .png, .svg or .pdf; "" = <figure>.png
 logs = "out-rl/log.csv"        # curve: log.csv of one or more runs, separated by commas
 labels = ""                    # curve: their names, separated by commas; logs of the same name are one line; "" = their folders
-data = ""                      # accuracy: table.csv, times: samples.jsonl, both of eval.py; mismatch, speed: the output of bench.py
+data = ""                      # accuracy: table.csv, times: samples.jsonl, both of eval.py; mismatch, speed: the output of lab.bench
 init_from = "data/smollm2"     # attention, receptive, longtext: a Hugging Face folder or a hub name
 window: int | None = None      # tokens; None = attention: full attention, receptive: 64, longtext: 1024
 prefix_len: int | None = None  # tokens, P; None = the prompt of a sampled trace, 64 tokens of a text
@@ -75,9 +75,9 @@ def panels(rows, columns, **options):
     return fig, axes
 
 
-def save(fig, figure, to=None):
+def save(fig, figure):
     """Write the picture and close it. -> where it is"""
-    path = str(to or out or f"{figure}.png")
+    path = out or f"{figure}.png"
     fig.savefig(path, metadata={"Date": None} if path.endswith(".svg") else None)
     pyplot().close(fig)
     return path
@@ -158,11 +158,8 @@ def curve():
     return dict(figure="curve", out=save(fig, "curve"), lines=lines)
 
 
-def accuracy(path=None, to=None):
-    """Fig. 1 and 9 of the paper: accuracy against seconds per sample and against mean tokens, from the table.csv of eval.py. One line
-    per arm (a policy with its window), one point per token budget. A table of several tasks: accuracy and seconds of each of them, under
-    the largest budget. path and to: the table and the picture, where they are not `data` and `out`."""
-    path = path or data
+def read_table(path):
+    """({arm: [its rows, as numbers and the task]}, the tasks in their order) of a table.csv. ValueError if it is none."""
     arms, columns, tasks = {}, ("accuracy", "s_per_sample", "mean_tokens", "budget"), []
     with open(path, encoding="utf-8", newline="") as file:
         reader = csv.DictReader(file, restval="missing")
@@ -171,21 +168,32 @@ def accuracy(path=None, to=None):
             raise ValueError(f"{path} lacks the columns {', '.join(missing)}: it is no table.csv of eval.py")
         for number, row in enumerate(reader, 2):
             try:
-                arms.setdefault(row["arm"], []).append({name: float(row[name]) for name in columns} | dict(task=row["task"]))
+                point = {name: float(row[name]) for name in columns}
             except ValueError:
                 raise ValueError(f"{path}, line {number}: not a row of numbers") from None
-            tasks += [row["task"]] if row["task"] not in tasks else []
+            arms.setdefault(row["arm"], []).append(point | dict(task=row["task"]))
+            if row["task"] not in tasks:
+                tasks.append(row["task"])
     if not arms:
         raise ValueError(f"{path} has no rows")
+    return arms, tasks
+
+
+def accuracy():
+    """Fig. 1 and 9 of the paper: accuracy against seconds per sample and against mean tokens, from the table.csv of
+    eval.py. One line per arm (a policy with its window), one point per token budget. A table of several tasks:
+    accuracy and seconds of each of them, under the largest budget."""
+    arms, tasks = read_table(data)
     fig, axes = panels(1, 2, sharey=len(tasks) == 1)
     for number, (arm, points) in enumerate(arms.items()):
-        style = dict(label=arm, color=f"C{number % 10}", linestyle="-" if number < 10 else "--", marker="os^v"[number // 10 % 4], alpha=0.8)
+        style = dict(label=arm, color=f"C{number % 10}", linestyle="-" if number < 10 else "--", alpha=0.8)
+        style["marker"] = "os^v"[number // 10 % 4]
         points.sort(key=lambda point: (tasks.index(point["task"]), point["budget"]))
         if len(tasks) == 1:
             for ax, x in zip(axes[0], ("s_per_sample", "mean_tokens"), strict=True):
                 ax.plot([point[x] for point in points], [point["accuracy"] for point in points], **style)
         else:
-            last = list({point["task"]: point for point in points}.values())          # of each task, the largest budget
+            last = list({point["task"]: point for point in points}.values())    # of each task, the largest budget
             for ax, y in zip(axes[0], ("accuracy", "s_per_sample"), strict=True):
                 ax.plot([tasks.index(point["task"]) for point in last], [point[y] for point in last], **style)
     if len(tasks) == 1:
@@ -197,7 +205,7 @@ def accuracy(path=None, to=None):
         for ax in axes[0]:
             ax.set_xticks(range(len(tasks)), tasks, rotation=20)
     axes[0, 1].legend(fontsize="x-small", bbox_to_anchor=(1, 1), loc="upper left")
-    return dict(figure="accuracy", out=save(fig, "accuracy", to), arms=arms)
+    return dict(figure="accuracy", out=save(fig, "accuracy"), arms=arms)
 
 
 def times():
@@ -229,7 +237,7 @@ def times():
 
 
 def from_bench(what, point):
-    """{line: [(x, y), ...]} from the table in the last line of the output of bench.py, a point(row) -> (line, x, y) of each row."""
+    """{line: [(x, y), ...]} from the table in the last line of the output of lab.bench, a point(row) -> (line, x, y) of each row."""
     try:
         lines = {}
         for row in json.loads(Path(data).read_text(encoding="utf-8").strip().rpartition("\n")[2])["table"]:
@@ -238,12 +246,12 @@ def from_bench(what, point):
         if not lines:
             raise ValueError
     except (ValueError, KeyError, TypeError):
-        raise ValueError(f"{data}: its last line is not the JSON of bench.py {what}") from None
+        raise ValueError(f"{data}: its last line is not the JSON of lab.bench {what}") from None
     return lines
 
 
 def speed():
-    """Time per token against the length of the trace, one row, from the last line of bench.py decode: flat lines and rising ones."""
+    """Time per token against the length of the trace, one row, from the last line of lab.bench decode: flat lines and rising ones."""
     lines = from_bench("decode", lambda row: (row["dtype"], row["rows"], (row["who"], row["tokens"], float(row["ms"]))))
     fig, axes = panels(1, len(lines), sharey=True)
     colours = {who: f"C{i}" for i, who in enumerate(dict.fromkeys(who for points in lines.values() for _, (who, _, _) in points))}
@@ -263,7 +271,7 @@ def speed():
 
 def mismatch():
     """Fig. 8 of the paper: the mismatch KL between trainer and sampler against the context that the trainer gets, with carry and
-    without, from the last line of bench.py gap. The paper's own values, of another model, stand beside them in grey."""
+    without, from the last line of lab.bench gap. The paper's own values, of another model, stand beside them in grey."""
     lines = from_bench("gap", lambda row: (f"{row['dtype']}, {'carry' if row['carry'] else 'no carry'}", row["context_mult"],
                                            float(row["mismatch_kl"])))
     fig, axes = panels(1, 1)

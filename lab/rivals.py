@@ -1,5 +1,5 @@
 """
-Other people's engines behind the calls that bench.py decode times: transformers and llama.cpp, each where its package is installed
+Other engines behind the calls that lab/decode.py times: transformers and llama.cpp, each where its package is installed
 (llama-cpp-python; transformers is in requirements-dev.txt). Nothing else imports this file.
 """
 import ctypes

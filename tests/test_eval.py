@@ -18,13 +18,14 @@ from hypothesis import given, strategies as st
 
 import eval as evaluation
 from engine import POLICIES, generate
-from eval import Arm, Recorder
+from eval import Arm, Sample, Sampler, Weights
+from lab import figures
 from model import GPT, GPTConfig
-from sliding_cache import SlidingCache
+from sliding_cache import SlidingCache, hashed
 from tasks import Problem, between, load_task, prompt_ids, write_passes_tokenizer
 from tokenizer import load_tokenizer
 
-EVERYTHING = "prefix_sliding,full,sliding,streaming,random,full_stop,last_k,summary"
+EVERYTHING = "prefix_sliding,full,sliding,streaming,full_stop,last_k,summary"
 TIMES = {"s_per_sample", "tokens_per_s"}
 COMMAND = ["eval.py", f"--policies={EVERYTHING}", "--windows=12", "--rope=reset", "--task=passes:4-20", "--n_problems=3", "--device=cpu",
            "--samples_per_problem=2", "--max_new_tokens=60", "--budgets=10,30", "--cue= answer", "--answer_tokens=2", "--carry_last=4",
@@ -59,6 +60,30 @@ def lines(out, *args):
     return {(r["arm"], r["problem"], r["sample"]): r for r in found}
 
 
+def arm_of(policy, window, prefix="whole", tokenizer=None, config=None, name=""):
+    """An arm whose weights are what a test makes of them."""
+    return Arm(policy, Weights(name, "", tokenizer, config or GPTConfig(), "cpu", torch.float32), window, prefix)
+
+
+def new_sample(i, prompt, prefix_len, k=0):
+    """A sample that is still to be drawn."""
+    every = max(evaluation.max_new_tokens // 64, 1)
+    return Sample("t", "arm", i, k, "question", "answer", len(prompt), prefix_len, every=every, prompt=prompt, context=list(prompt))
+
+
+def draw(arm, model, prompts, prefix_len=None):
+    """The samples of these prompts in the order of the prompts, after a look at whether each was completed once."""
+    done = []
+    samples = [new_sample(i, prompt, len(prompt) if prefix_len is None else prefix_len) for i, prompt in enumerate(prompts)]
+    Sampler(arm, model, samples, done.append).run()
+    assert sorted(sample.problem for sample in done) == list(range(len(prompts)))
+    return samples
+
+
+def stream(i, k=0):
+    return hashed(evaluation.seed, i, k)
+
+
 def without_times(table):
     return [{key: value for key, value in row.items() if key not in TIMES} for row in table]
 
@@ -79,11 +104,11 @@ def test_a_killed_evaluation_gives_the_same_table(untrained, tmp_path):
         process.communicate()
         samples.write_bytes(samples.read_bytes() + b'{"task": "passes:4-20", "arm": "fu')                # what a kill may leave
     n = samples.read_bytes().count(b"\n")
-    assert 20 <= n < 48
+    assert 20 <= n < 42
     killed = result(*again)
     lines = [json.loads(line) for line in samples.read_text(encoding="utf-8").splitlines()]
-    assert len(lines) == 48 == len({(r["arm"], r["problem"], r["sample"]) for r in lines})
-    assert without_times(killed["table"]) == without_times(whole["table"]) and len(whole["table"]) == 8 * 3
+    assert len(lines) == 42 == len({(r["arm"], r["problem"], r["sample"]) for r in lines})
+    assert without_times(killed["table"]) == without_times(whole["table"]) and len(whole["table"]) == 7 * 3
     with open(tmp_path / "killed" / "table.csv", encoding="utf-8", newline="") as file:
         assert [row["arm"] for row in csv.DictReader(file)] == [row["arm"] for row in whole["table"]]
     # other budgets and another baseline are another look at the same samples
@@ -97,7 +122,7 @@ def test_a_killed_evaluation_gives_the_same_table(untrained, tmp_path):
     more = result(*again, "--n_problems=4")
     assert samples.read_bytes().startswith(before) and {row["problems"] for row in more["table"]} == {4}
     process = start(*again, "--temperature=0.5")
-    assert "holds samples with temperature=1.0, not 0.5" in process.communicate()[1] and process.returncode == 2
+    assert "holds samples of prefix_sliding with temperature=1.0, not 0.5" in process.communicate()[1] and process.returncode == 2
     assert {row["policy"]: row for row in whole["table"]}["full_stop"]["mean_tokens"] <= 12
 
 
@@ -168,7 +193,7 @@ def test_what_the_scorer_is_told_and_what_the_table_makes_of_it(untrained, tmp_p
     shutil.copytree(untrained, tmp_path / "other")
     torch.manual_seed(1)
     GPT(GPT.from_pretrained(untrained).config).save_pretrained(tmp_path / "other")
-    assert "holds samples of other weights" in refused(*again, f"--init_from={tmp_path / 'other'}")
+    assert "holds samples of full with weights=" in refused(*again, f"--init_from={tmp_path / 'other'}")
 
 
 def refused(*args):
@@ -181,30 +206,38 @@ def refused(*args):
 @pytest.mark.parametrize("key, value", [
     ("seed", 2), ("rope", "continue"), ("max_new_tokens", 59), ("min_new_tokens", 3), ("top_p", 0.9), ("held_out", True), ("system", "x"),
     ("carry_last", 3), ("summary_tokens", 3), ("cue", " from"), ("template_args", {"a": 1})])
-def test_samples_that_were_drawn_otherwise_are_not_mixed(tmp_path, configure, monkeypatch, untrained, key, value):
-    arms, folders = [Arm(policy, "", 3, "whole") for policy in evaluation.RESTARTS], {"": str(untrained)}
+def test_samples_that_were_drawn_otherwise_are_not_mixed(tmp_path, configure, untrained, key, value):
+    def arm(policy, name="", dtype=torch.float32):
+        return Arm(policy, Weights(name, str(untrained), None, None, "cpu", dtype), 3, "whole")
+
+    def entries():
+        return json.loads((tmp_path / "eval.json").read_text(encoding="utf-8"))
+
+    arms = [arm("full_stop"), arm("last_k", "x"), arm("summary")]
     configure(rope="reset", max_new_tokens=60, carry_last=4, summary_tokens=4, cue=" answer", out_dir=str(tmp_path))
-    policies = [] if key in ("cue", "carry_last", "summary_tokens") else ["full"]
-    done = {("t", f"{policy} W=3", 0, 0): {} for policy in (*policies, "full_stop", "last_k@x", "summary")}
-    with pytest.raises(ValueError, match="holds samples, but no eval.json"):
-        evaluation.keep_settings(tmp_path, done, arms, torch.float32, folders)
-    evaluation.keep_settings(tmp_path, {}, arms, torch.float32, folders)
-    evaluation.keep_settings(tmp_path, done, arms, torch.float32, folders)
+    done = {("t", str(arm), 0, 0): {} for arm in arms}
+    with pytest.raises(ValueError, match="holds samples of full_stop, but no eval.json"):
+        evaluation.keep_settings(done, arms)
+    evaluation.keep_settings({}, arms)
+    evaluation.keep_settings(done, arms)
     configure(n_problems=5, policies="full", budgets=(3,))
-    evaluation.keep_settings(tmp_path, done, arms, torch.float32, folders)          # how many, and how to look at them
-    with pytest.raises(ValueError, match="holds samples with dtype='float32', not 'bfloat16'"):
-        evaluation.keep_settings(tmp_path, done, arms, torch.bfloat16, folders)
+    evaluation.keep_settings(done, arms)                                              # how many, and how to look at them
+    with pytest.raises(ValueError, match="holds samples of full_stop with dtype='float32', not 'bfloat16'"):
+        evaluation.keep_settings(done, [arm("full_stop", dtype=torch.bfloat16)])
+    before = entries()
     configure(**{key: value})
-    with pytest.raises(ValueError, match=f"holds samples with {key}="):
-        evaluation.keep_settings(tmp_path, done, arms, torch.float32, folders)
-    if not policies:                                                                  # of a policy that is not asked for: kept as it was
-        was = getattr(evaluation, key)
-        evaluation.keep_settings(tmp_path, done, [], torch.float32, folders)
-        assert json.loads((tmp_path / "eval.json").read_text(encoding="utf-8"))[key] != was
-    evaluation.keep_settings(tmp_path, {}, arms, torch.float32, folders)            # an empty folder takes anything
-    if not policies:                                                                  # keys of a policy without samples are free
-        configure(**{key: "5" if key == "cue" else 5})
-        evaluation.keep_settings(tmp_path, {("t", "full", 0, 0): {}}, arms, torch.float32, folders)
+    with pytest.raises(ValueError, match=f"holds samples of [a-z_@]+ with {key}="):
+        evaluation.keep_settings(done, arms)
+    evaluation.keep_settings(done, [arm("prefix_sliding")])                           # not asked for: kept as they were
+    assert {name: entries()[name] for name in before} == before
+    with pytest.raises(ValueError, match=f"holds samples of [a-z_@]+ with {key}="):
+        evaluation.keep_settings(done, arms)
+    own = [arm for arm in arms if key in evaluation.OWN_KEYS[arm.policy]] or arms
+    others = [arm for arm in arms if arm not in own]
+    evaluation.keep_settings(done, others)                                            # keys of one policy are nothing to the others
+    evaluation.keep_settings({("t", str(arm), 0, 0): {} for arm in others}, arms)     # nor to one without samples
+    assert all(entries()[arm.name][key] == value for arm in own)
+    evaluation.keep_settings({}, arms)                                                # an empty folder takes anything
 
 
 def test_one_process_per_folder(untrained, tmp_path):
@@ -215,7 +248,7 @@ def test_one_process_per_folder(untrained, tmp_path):
 
 
 @pytest.mark.parametrize("config", sorted(p.stem for p in (ROOT / "config").glob("eval_*.py")))
-def test_configs_evaluate_a_tiny_model_of_their_architecture(tmp_path, config):
+def test_configs_evaluate_a_tiny_model_of_their_architecture(tmp_path, monkeypatch, config):
     folder = tmp_path / "model"
     write_passes_tokenizer(folder)
     tokenizer = load_tokenizer(folder)
@@ -232,6 +265,9 @@ def test_configs_evaluate_a_tiny_model_of_their_architecture(tmp_path, config):
     assert {row["problems"] for row in table} == {2} and "init_from" in source
     rates = list((tmp_path / "out" / "pass_rates").iterdir())
     assert len(rates) == len({row["arm"] for row in table})
+    monkeypatch.setattr(figures, "data", str(tmp_path / "out" / "table.csv"))
+    monkeypatch.setattr(figures, "out", str(tmp_path / "out" / "accuracy.png"))
+    assert set(figures.accuracy()["arms"]) == {row["arm"] for row in table}
     assert (tmp_path / "out" / "accuracy.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -243,7 +279,7 @@ def test_a_misspelt_key_is_named(untrained, tmp_path):
 @pytest.mark.parametrize("keys, says", [
     (dict(policies="prefix_slide"), "there is no 'prefix_slide', only prefix_sliding, full,"),
     (dict(policies="full@other"), "'full@other' needs models={'other': a folder with weights}"),
-    (dict(policies="full,full"), "the same twice"), (dict(prefixes="half"), "not 'half'"), (dict(windows=0), "windows=0"),
+    (dict(policies="full,full"), "the same twice"), (dict(prefixes="half"), "prefixes='half'"), (dict(windows=0), "windows=0"),
     (dict(windows=()), r"windows=\(\)"), (dict(budgets=(10, 100)), "from 1 to 60"), (dict(n_problems=0), "n_problems=0: must be at"),
     (dict(policies="last_k", carry_last=12), "takes 12 of its 12 tokens"), (dict(policies="full_stop", answer_tokens=12), "of its 12"),
     (dict(policies="summary", summary_tokens=11), "of its 12 tokens"), (dict(summary_form="x"), "a text with {} in it"),
@@ -270,72 +306,88 @@ def passes(untrained, configure):
     return SimpleNamespace(model=model, tokenizer=tokenizer, prompts=prompts)
 
 
-def tokens_of(arm, passes, seeds=range(6)):
-    done = {}
-    record = Recorder([dict(i=i) for i in range(6)], lambda r: done.update({r["i"]: r}), passes.tokenizer.eos_ids)
-    evaluation.sample(arm, passes.model, passes.tokenizer, passes.prompts, list(map(len, passes.prompts)), list(seeds), record)
-    assert sorted(done) == list(range(6))                                             # each once, whatever ended it
-    return [done[i] for i in range(6)]
+def drawn(policy, window, passes, prompts=None, prefix_len=None):
+    return draw(arm_of(policy, window, tokenizer=passes.tokenizer), passes.model, prompts or passes.prompts, prefix_len)
 
 
 @pytest.mark.parametrize("rows", [None, 2])
 def test_all_policies_draw_from_the_same_streams(passes, configure, rows):
     """With a window that never fills, every policy whose positions are the same is full attention, token for token."""
     configure(rows=rows, answer_tokens=1)
-    want = generate(passes.model, passes.prompts, 40, window=None, temperature=1.0, top_p=1.0, seed=range(6),
+    want = generate(passes.model, passes.prompts, 40, window=None, temperature=1.0, top_p=1.0, seed=[stream(i) for i in range(6)],
                     stop_ids=passes.tokenizer.eos_ids, n_vocab=passes.tokenizer.n_vocab)
     for policy in (*POLICIES, *evaluation.RESTARTS):
         window = None if policy == "full" else 60
         if policy in ("sliding", "streaming"):
             window = 200                                                              # their windows have to hold the prompt, too
-        got = tokens_of(Arm(policy, "", window, "whole"), passes)
-        assert [(r["tokens"], r["finish_reason"]) for r in got] == [(c.tokens, c.finish_reason) for c in want], policy
+        got = drawn(policy, window, passes)
+        assert [(s.tokens, s.finish_reason) for s in got] == [(c.tokens, c.finish_reason) for c in want], policy
+
+
+def is_a_call_of_the_engine(passes, configure, policy, how):
+    """With a window that fills, and with a least length."""
+    configure(min_new_tokens=30)
+    got = drawn(policy, None if policy == "full" else 12, passes, prefix_len=4)
+    want = generate(passes.model, passes.prompts, 40, temperature=1.0, top_p=1.0, seed=[stream(i) for i in range(6)], min_new_tokens=30,
+                    stop_ids=passes.tokenizer.eos_ids, n_vocab=passes.tokenizer.n_vocab, **how)
+    assert [s.tokens for s in got] == [c.tokens for c in want] and min(len(c.tokens) for c in want) >= 30
 
 
 @pytest.mark.parametrize("policy, how", [
     ("prefix_sliding", dict(prefix_len=[4] * 6, window=12, rope="reset")), ("full", dict(window=None)),
-    ("sliding", dict(prefix_len=0, window=12, rope="reset")), ("streaming", dict(prefix_len=4, window=12, rope="reset")),
-    ("random", dict(prefix_len=[4] * 6, window=12, rope="reset", evict="random"))])
+    ("sliding", dict(prefix_len=0, window=12, rope="reset")), ("streaming", dict(prefix_len=4, window=12, rope="reset"))])
 def test_each_policy_is_a_call_of_the_engine(passes, configure, policy, how):
-    """With a window that fills, and with a least length."""
-    configure(min_new_tokens=30)
-    done = {}
-    record = Recorder([dict(i=i) for i in range(6)], lambda r: done.update({r["i"]: r}), passes.tokenizer.eos_ids)
-    evaluation.sample(Arm(policy, "", None if policy == "full" else 12, "4"), passes.model, passes.tokenizer, passes.prompts, [4] * 6,
-                      list(range(6)), record)
-    want = generate(passes.model, passes.prompts, 40, temperature=1.0, top_p=1.0, seed=range(6), min_new_tokens=30,
-                    stop_ids=passes.tokenizer.eos_ids, n_vocab=passes.tokenizer.n_vocab, **how)
-    assert [done[i]["tokens"] for i in range(6)] == [c.tokens for c in want] and min(len(c.tokens) for c in want) >= 30
+    is_a_call_of_the_engine(passes, configure, policy, how)
+
+
+def test_random_eviction_is_a_call_of_the_engine(passes, configure, monkeypatch):
+    fork = pytest.importorskip("forks.random_eviction")
+    random = dict(cache_class=fork.RandomEvictionCache)
+    monkeypatch.setitem(POLICIES, "random", random)
+    is_a_call_of_the_engine(passes, configure, "random", dict(prefix_len=[4] * 6, window=12, rope="reset") | random)
+
+
+def test_the_fork_adds_random_eviction(untrained, tmp_path):
+    """Under its own name, with prefixes like prefix_sliding; killed or not, the rest of the folder stays as it is."""
+    pytest.importorskip("forks.random_eviction")
+    out = [f"--init_from={untrained}", f"--out_dir={tmp_path / 'out'}"]
+    before = result(*COMMAND, *out, "--policies=prefix_sliding")["table"]
+    after = result("-m", "forks.random_eviction", *COMMAND, *out, "--policies=prefix_sliding,random", "--prefixes=whole,4")["table"]
+    assert [row["arm"] for row in after if row["budget"] == 60] == [
+        "prefix_sliding W=12", "prefix_sliding W=12 P=4", "random W=12", "random W=12 P=4"]
+    assert after[:3] == before
+    assert "there is no 'random'" in refused(*COMMAND, *out, "--policies=random")
 
 
 @pytest.mark.parametrize("policy", evaluation.RESTARTS)
 def test_a_restarted_sample_is_the_same_alone(passes, configure, policy):
     """Contexts of others in the batch are no part of it, nor is how long they are (min_new_tokens)."""
     configure(min_new_tokens=25, summary_form="{} 59")
-    together = tokens_of(Arm(policy, "", 16, "whole"), passes)
-    assert policy == "full_stop" or min(r["n_tokens"] for r in together) >= 25
+    together = drawn(policy, 16, passes)
+    assert policy == "full_stop" or min(s.n_tokens for s in together) >= 25
     for i in (1, 4):
-        alone, done = [passes.prompts[i]], []
-        record = Recorder([dict(i=i)], done.append, passes.tokenizer.eos_ids)
-        evaluation.sample(Arm(policy, "", 16, "whole"), passes.model, passes.tokenizer, alone, [len(alone[0])], [i], record)
-        assert done[0]["tokens"] == together[i]["tokens"]
+        alone, done = new_sample(i, passes.prompts[i], 0), []
+        Sampler(arm_of(policy, 16, tokenizer=passes.tokenizer), passes.model, [alone], done.append).run()
+        assert done == [alone] and alone.tokens == together[i].tokens
 
 
-def fake(passes, monkeypatch, calls, calls_how=None):
-    """An engine that writes down its contexts and answers with 1, 2, 3, ... in each of them, or with what stands in calls.answers."""
+def fake(monkeypatch, calls, calls_how=None, written=None):
+    """An engine that writes down its contexts and answers with 1, 2, 3, ... in each of them, or a summary with what is `written`."""
     calls_how = [] if calls_how is None else calls_how
 
-    def generate(model, contexts, limits, *, window, seed, on_token=None, **how):
+    def generate(model, contexts, limits, *, window, seed, on_token, **how):
+        assert window is None
         limits = limits if isinstance(limits, list) else [limits] * len(contexts)
         calls.append((contexts, limits, seed))
         calls_how.append(how)
         done = [list(range(1, n + 1)) for n in limits]
+        if written is not None and "stop_strings" in how:
+            done = [written]
         for i, tokens in enumerate(done):
-            for token in tokens if on_token else ():
+            for token in tokens:
                 on_token(i, token)
         return [SimpleNamespace(tokens=tokens) for tokens in done]
     monkeypatch.setattr(evaluation, "generate", generate)
-    return Recorder([{}], lambda r: calls.append(r), passes.tokenizer.eos_ids)
 
 
 def test_last_k_by_hand(passes, configure, monkeypatch):
@@ -343,51 +395,50 @@ def test_last_k_by_hand(passes, configure, monkeypatch):
     for first, contexts in ((0, [[50, 51], [50, 51, 5, 6], [50, 51, 3, 4], [50, 51, 3, 4]]),
                             (1, [[50, 51], [50, 51, 1, 5, 6], [50, 51, 1, 2, 3], [50, 51, 1, 2, 3], [50, 51, 1, 2, 3]])):
         configure(max_new_tokens=16, carry_last=2, carry_first=first, min_new_tokens=8)
-        calls, how = [], []
-        recorder = fake(passes, monkeypatch, calls, how)
-        evaluation.sample(Arm("last_k", "", 6, "whole"), None, passes.tokenizer, [[50, 51]], [2], [9], recorder)
+        turns, how = [], []
+        fake(monkeypatch, turns, how)
+        sample, = drawn("last_k", 6, passes, [[50, 51]])
         assert [h["min_new_tokens"] for h in how][:3] == [[8], [2], [0]] and all(h["prefix_len"] == [2] for h in how)
-        *turns, record = calls
         assert [c for (c,), _, _ in turns] == contexts
         assert [n for _, (n,), _ in turns] == ([6, 4, 4, 2] if first == 0 else [6, 3, 3, 3, 1])
-        assert record["n_tokens"] == 16 and record["finish_reason"] == "length"
+        assert sample.n_tokens == 16 and sample.finish_reason == "length"
         seeds = [s for _, _, (s,) in turns]
-        assert seeds[0] == 9 and len(set(seeds)) == len(seeds)                        # a stream of its own for each piece
+        assert seeds[0] == stream(0) and len(set(seeds)) == len(seeds)                # a stream of its own for each piece
 
 
 def test_summary_by_hand(passes, configure, monkeypatch):
     """P = 2, W = 12: room for a question of two tokens and a summary of three at the end of each context; the summary is not counted."""
     ids = passes.tokenizer.encode
-    configure(max_new_tokens=10, summary_prompt=" 01 02", summary_tokens=3, summary_form=" 03{} 04", carry_last=4)
-    calls, written = [], ids(" 00 59 04 03")                                          # goes on behind the closing tag
-    record = fake(passes, monkeypatch, calls)
-    plain = evaluation.generate
-
-    def generate(model, contexts, limits, *, on_token=None, **how):
-        if on_token is not None:
-            return plain(model, contexts, limits, on_token=on_token, **how)
-        calls.append((contexts, limits, how["seed"]))
-        assert how["stop_strings"] == ("04",)
-        return [SimpleNamespace(tokens=written)]
-    monkeypatch.setattr(evaluation, "generate", generate)
-    evaluation.sample(Arm("summary", "", 12, "whole"), None, passes.tokenizer, [[50, 51]], [2], [9], record)
-    *turns, done = calls
+    configure(max_new_tokens=10, summary_prompt=" 01 02", summary_tokens=3, summary_form=" 03{} 04", carry_last=4, min_new_tokens=9)
+    turns, how, written = [], [], ids(" 00 59 04 03")                                 # goes on behind the closing tag
+    fake(monkeypatch, turns, how, written)
+    sample, = drawn("summary", 12, passes, [[50, 51]])
     ask, carried = ids(" 01 02"), ids(" 03") + ids(" 00 59 ") + ids(" 04")
     new = list(range(1, 8))
     assert turns[0][:2] == ([[50, 51]], [7])                                          # 12 - 2 - 3
     assert turns[1][:2] == ([[50, 51, *new, *ask]], [3])
     assert turns[2][:2] == ([[50, 51, *carried]], [2])                                # 10 - 7 are left, and 12 - 2 - 3 - 5 fit
-    assert done["n_tokens"] == 10
+    assert sample.n_tokens == 10 and sample.tokens == [*new, 1, 2, 1]
+    assert how[1]["stop_strings"] == ("04",) and [h["min_new_tokens"] for h in how[:3]] == [[9], [0], [2]]
 
 
 def test_full_stop_by_hand(passes, configure, monkeypatch):
     ids = passes.tokenizer.encode
     configure(max_new_tokens=100, cue=" answer", answer_tokens=2)
-    calls = []
-    evaluation.sample(Arm("full_stop", "", 8, "whole"), None, passes.tokenizer, [[50, 51]], [2], [9], fake(passes, monkeypatch, calls))
-    (first, n, _), (second, m, _), record = calls
+    turns = []
+    fake(monkeypatch, turns)
+    sample, = drawn("full_stop", 8, passes, [[50, 51]])
+    (first, n, _), (second, m, _) = turns
     assert first == [[50, 51]] and n == [5] and second == [[50, 51, 1, 2, 3, 4, 5, *ids(" answer")]] and m == [2]
-    assert record["tokens"] == [1, 2, 3, 4, 5, *ids(" answer"), 1, 2] and record["n_tokens"] == 8
+    assert sample.tokens == [1, 2, 3, 4, 5, *ids(" answer"), 1, 2] and sample.n_tokens == 8
+
+
+def test_a_forced_answer_ends_with_the_sample(passes, configure, monkeypatch):
+    """The cue is longer than what max_new_tokens leaves: each sample is completed once, and is no longer than that."""
+    configure(max_new_tokens=7, cue=" answer 00 01 02", answer_tokens=2)
+    fake(monkeypatch, [])
+    samples = drawn("full_stop", 11, passes, [[50, 51], [50, 52]])
+    assert [s.tokens for s in samples] == [[1, 2, 3, 4, 5, *passes.tokenizer.encode(" answer 00 01 02")[:2]]] * 2
 
 
 def test_the_summary_stands_before_the_thinking(configure, monkeypatch):
@@ -395,19 +446,17 @@ def test_the_summary_stands_before_the_thinking(configure, monkeypatch):
     tokenizer = SimpleNamespace(encode=lambda text: list(map(int, text.split())), decode=lambda ids: " ".join(map(str, ids)), eos_ids=[99],
                                 n_vocab=100, token_id={"<think>": 7, "</think>": 8}.get)
     configure(max_new_tokens=14, summary_prompt="20", summary_tokens=2, summary_form="21 {} 22", rows=None, cue="30 31", answer_tokens=2)
-    calls = []
-    record = fake(SimpleNamespace(tokenizer=tokenizer), monkeypatch, calls)
-    evaluation.sample(Arm("summary", "", 10, "whole"), None, tokenizer, [[5, 6, 7, 10]], [4], [9], record)
-    assert calls[2][0] == [[5, 6, 21, 1, 2, 22, 7, 10]]
-    calls.clear()
-    record = fake(SimpleNamespace(tokenizer=tokenizer), monkeypatch, calls)
-    evaluation.sample(Arm("full_stop", "", 10, "whole"), None, tokenizer, [[5, 6, 7, 10]], [4], [9], record)
-    assert calls[1][0] == [[5, 6, 7, 10, 1, 2, 3, 4, 5, 8, 30, 31]]                    # 10 - 1 - 2 - 2 tokens of thinking
+    turns, passes = [], SimpleNamespace(tokenizer=tokenizer, model=None)
+    fake(monkeypatch, turns)
+    drawn("summary", 10, passes, [[5, 6, 7, 10]])
+    assert turns[2][0] == [[5, 6, 21, 1, 2, 22, 7, 10]]
+    turns.clear()
+    drawn("full_stop", 10, passes, [[5, 6, 7, 10]])
+    assert turns[1][0] == [[5, 6, 7, 10, 1, 2, 3, 4, 5, 8, 30, 31]]                    # 10 - 1 - 2 - 2 tokens of thinking
     for prompt, window in (([5, 6, 7, 8], 10), ([5, 6, 7, 10], 14)):                  # it is over in the prompt, or came (8) by itself
-        calls.clear()
-        record = fake(SimpleNamespace(tokenizer=tokenizer), monkeypatch, calls)
-        evaluation.sample(Arm("full_stop", "", window, "whole"), None, tokenizer, [prompt], [4], [9], record)
-        assert calls[1][0] == [[*prompt, *range(1, window - 4), 30, 31]]
+        turns.clear()
+        drawn("full_stop", window, passes, [prompt])
+        assert turns[1][0] == [[*prompt, *range(1, window - 4), 30, 31]]
 
 
 def test_prefixes(smollm2, configure):
@@ -444,14 +493,30 @@ def test_the_time_of_a_step_is_shared(monkeypatch, configure):
     def complete(record):
         done.append(record)
         now[0] += 100                                                                 # scoring takes long, and is nobody's time
-    record = Recorder([dict(i=0), dict(i=1)], complete, [9])
+    samples = [new_sample(i, [1], 1) for i in range(2)]
+    sampler = Sampler(arm_of("full", None, tokenizer=SimpleNamespace(eos_ids=[9])), None, samples, complete)
     for tokens in ((1, 1), (1, 1), (9, 1), (None, 9)):
         now[0] += 2
-        for i, token in enumerate(tokens):
+        for sample, token in zip(samples, tokens, strict=True):
             if token is not None:
-                record.token(i, token)
-    record.close()
-    assert [(r["i"], r["s"], r["every"], r["times"], r["n_tokens"]) for r in done] == [(0, 3, 2, [2], 3), (1, 5, 2, [2, 5], 4)]
+                sampler.token(sample, token)
+    sampler.close()
+    assert done == samples and [(s.s, s.every, s.times, s.n_tokens) for s in samples] == [(3, 2, [2], 3), (5, 2, [2, 5], 4)]
+
+
+def test_what_is_said_aside_takes_time_but_is_no_part(monkeypatch, configure):
+    now = [0.0]
+    monkeypatch.setattr(evaluation.time, "perf_counter", lambda: now[0])
+    configure(max_new_tokens=128)
+    samples = [new_sample(i, [1], 1) for i in range(2)]
+    sampler = Sampler(arm_of("summary", 9, tokenizer=SimpleNamespace(eos_ids=[9])), None, samples, None)
+    for aside in (False, False, True, True, False, False):
+        now[0] += 2
+        for sample in samples:
+            sampler.token(sample, 9 if aside else 5, aside)
+    sampler.close()
+    assert [(s.s, s.times, s.tokens, s.finish_reason) for s in samples] == [(6, [2, 6], [5] * 4, "")] * 2
+    assert samples[0].context == [1, 5, 5, 9, 9, 5, 5]
 
 
 def test_budgets_are_applied_afterwards():
@@ -460,19 +525,25 @@ def test_budgets_are_applied_afterwards():
     text = " 00 00 03 A answer B"
     tokenizer = SimpleNamespace(decode=lambda ids: "".join(ids), encode_chat=lambda messages: [1], token_id=lambda text: None)
     source = SimpleNamespace(problem=lambda i: problem, score=lambda p, text, ids, reason: float(text == " 00 00" and reason == "length"))
-    record = dict(problem=0, n_tokens=7, finish_reason="stop", score=1.0, s=9.0, every=2, times=[1.0, 3.0, 6.0],
-                  tokens=[" 00", " 00", " 03", " A", " answer", " B", "end"], text=text)
-    at = {b: evaluation.at_budget(record, b, source, tokenizer) for b in (1, 2, 3, 6, 7, 100)}
-    assert at[100] == at[7] == (1.0, 7, False, 9.0)
-    assert at[6] == (0.0, 6, True, 6.0) and at[2] == (1.0, 2, True, 1.0)
-    assert at[1] == (0.0, 1, True, 0.5) and at[3] == (0.0, 3, True, 2.0)               # between two marks
-    record["finish_reason"] = "length"
-    assert evaluation.at_budget(record, 7, source, tokenizer)[2] is True
+    tokens = [" 00", " 00", " 03", " A", " answer", " B", "end"]
+    sample = Sample("t", "arm", 0, 0, "", "", 1, 1, 7, "stop", 9.0, 2, [1.0, 3.0, 6.0], tokens, 1.0, text=text)
+
+    def at(budget):
+        cut = evaluation.at_budget(sample, budget, source, tokenizer)
+        return cut.score, cut.n_tokens, cut.finish_reason == "length", cut.s
+
+    assert at(100) == at(7) == (1.0, 7, False, 9.0)
+    assert at(6) == (0.0, 6, True, 6.0) and at(2) == (1.0, 2, True, 1.0)
+    assert at(1) == (0.0, 1, True, 0.5) and at(3) == (0.0, 3, True, 2.0)               # between two marks
+    assert (sample.tokens, sample.text, sample.n_tokens) == (tokens, text, 7)          # left as it was
+    sample.finish_reason = "length"
+    assert at(7)[2] is True
 
 
 @given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=1, max_size=40))
 def test_paired_differences(pairs):
     a, b = map(list, zip(*pairs, strict=True))
+    a, b = (np.array(x)[:, None] for x in (a, b))                                     # one sample of each problem
     mean, low, high = evaluation.paired(a, b)
     d = np.subtract(a, b)
     assert abs(mean - d.mean()) < 1e-12 and d.min() - 1e-12 <= low <= high <= d.max() + 1e-12
@@ -483,10 +554,10 @@ def test_paired_differences(pairs):
 
 def test_the_interval_is_that_of_the_mean():
     """100 problems, half of them won: a standard error of 0.05, so about 0.4 to 0.6; the noise that both share cancels."""
-    mean, low, high = evaluation.paired([1.0] * 50 + [0.0] * 50, [0.0] * 100)
+    mean, low, high = evaluation.paired(np.repeat([[1.0], [0.0]], 50, 0), np.zeros((100, 1)))
     assert mean == 0.5 and abs(low - 0.402) < 0.015 and abs(high - 0.598) < 0.015
-    noise = list(np.random.default_rng(1).uniform(0, 100, 100))
-    mean, low, high = evaluation.paired([x + 1 for x in noise], noise)
+    noise = np.random.default_rng(1).uniform(0, 100, (100, 1))
+    mean, low, high = evaluation.paired(noise + 1, noise)
     assert max(abs(x - 1) for x in (mean, low, high)) < 1e-9
 
 
@@ -495,33 +566,32 @@ def test_the_interval_is_that_of_the_mean():
 def test_cache_bytes(policy, n_new):
     """Against what a cache of that size really allocates."""
     config, W, n_prompt = GPTConfig(n_layer=2, windows=(None, 5)), 12, 17
-    arm = Arm(policy, "", None if policy == "full" else W, "whole")
-    got = evaluation.cache_bytes(arm, config, n_prompt, n_prompt, n_new, torch.float32)
+    arm = arm_of(policy, None if policy == "full" else W, config=config)
+    got = evaluation.cache_bytes(arm, Sample("t", "arm", 0, 0, "", "", n_prompt, n_prompt, n_new))
     P, n = {"sliding": 0, "streaming": 4}.get(policy, n_prompt), n_prompt + n_new
     windows = [None if policy == "full" else min(W, n - P), min(5, n - P)]
     assert got == SlidingCache(config, 1, P, windows, max_len=n).nbytes
 
 
 def test_a_difference_is_paired_with_the_baseline_of_the_same_window(configure):
-    configure(budgets=(), max_new_tokens=10, baseline="sliding")
-    arms = [Arm("full", "", None, "whole"), *(Arm(p, "", w, "whole") for w in (4, 8) for p in ("prefix_sliding", "sliding"))]
-
-    def samples(score):
-        return {i: [dict(problem=i, n_tokens=5, finish_reason="stop", score=score + i / 10, s=1.0, every=1, times=[], tokens=[],
-                         prompt_tokens=3, prefix_tokens=3)] for i in range(3)}
-    records = {arm: samples(k / 100) for k, arm in enumerate(arms)}
-    rows = evaluation.task_table("x", None, records, {"": None}, {"": GPTConfig()}, torch.float32)
+    configure(budgets=(), max_new_tokens=10, baseline="sliding", samples_per_problem=1)
+    arms = [arm_of("full", None), *(arm_of(p, w) for w in (4, 8) for p in ("prefix_sliding", "sliding"))]
+    samples = {}
+    for k, arm in enumerate(arms):
+        samples[arm] = [Sample("x", str(arm), i, 0, "", "", 3, 3, 5, "stop", 1.0, score=k / 100 + i / 10) for i in range(3)]
+    rows = evaluation.task_table(None, samples)
     assert [row["difference"] and round(row["difference"], 6) for row in rows] == [-0.02, -0.01, None, -0.01, None]
     assert [row["against"] for row in rows] == ["sliding W=4", "sliding W=4", None, "sliding W=8", None]
     configure(baseline="full")
-    rows = evaluation.task_table("x", None, records, {"": None}, {"": GPTConfig()}, torch.float32)
+    rows = evaluation.task_table(None, samples)
     assert [row["difference"] and round(row["difference"], 6) for row in rows] == [None, 0.01, 0.02, 0.03, 0.04]
     assert [row["tokens_per_s"] for row in rows] == [5] * 5
     # under a budget that cuts every sample all are the same, and so are the differences
     configure(budgets=(2,))
     source = SimpleNamespace(problem=lambda i: Problem("x", ""), score=lambda problem, text, tokens, reason: 0.5)
-    tokenizer = SimpleNamespace(decode=lambda ids: "", encode_chat=lambda messages: [1], token_id=lambda text: None)
-    rows = evaluation.task_table("x", source, records, {"": tokenizer}, {"": GPTConfig()}, torch.float32)
+    for arm in arms:
+        arm.weights.tokenizer = SimpleNamespace(decode=lambda ids: "", encode_chat=lambda messages: [1], token_id=lambda text: None)
+    rows = evaluation.task_table(source, samples)
     assert [(row["budget"], row["accuracy"] == 0.5, row["difference"] and round(row["difference"], 6)) for row in rows] == [
         (2, True, None), (10, False, None), *((b, b == 2, 0 if b == 2 else x) for x in (0.01, 0.02, 0.03, 0.04) for b in (2, 10))]
 

@@ -86,7 +86,7 @@ def test_curve_over_seeds(tmp_path, keys, drawn):
 def drawn(monkeypatch):
     """The figures that were saved."""
     seen, save = [], figures.save
-    monkeypatch.setattr(figures, "save", lambda fig, *args: (seen.append(fig), save(fig, *args))[1])
+    monkeypatch.setattr(figures, "save", lambda fig, name: (seen.append(fig), save(fig, name))[1])
     return seen
 
 
@@ -172,7 +172,7 @@ def test_mismatch(keys, drawn):
     assert {m: round(y, 4) for m, y in paper.get_xydata().tolist()} == {m: round(sum(x) / 5, 4) for m, x in steps.items()}
     for text in ("", "no json", '{"bench": "gap"}', '{"table": []}', '{"table": [{"carry": true}]}', "[1]"):
         keys(text)
-        with pytest.raises(ValueError, match="its last line is not the JSON of bench.py gap"):
+        with pytest.raises(ValueError, match="its last line is not the JSON of lab.bench gap"):
             figures.mismatch()
 
 
@@ -188,7 +188,7 @@ def test_speed(keys, drawn):
     assert half.get_xscale() == half.get_yscale() == "log" and half.get_title() == "bfloat16"
     for text in ("", "no json", '{"bench": "gap"}', '{"table": []}', '{"table": [{"dtype": "float32"}]}'):
         keys(text)
-        with pytest.raises(ValueError, match="its last line is not the JSON of bench.py decode"):
+        with pytest.raises(ValueError, match="its last line is not the JSON of lab.bench decode"):
             figures.speed()
 
 
