@@ -26,6 +26,7 @@ from pathlib import Path
 import torch
 
 from attention import upcast
+from engine import plain_step
 
 CHUNK = 512  # slots per task of the attention in fast/step.c
 MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -66,11 +67,6 @@ def compiled_step(**sizes):
     return step
 
 
-def plain_step(model, cache, rope="continue"):
-    """The step that the others replace."""
-    return lambda idx, rows=slice(None): model.lm_head(model.features(idx, rope=rope, cache=cache, rows=rows)[:, 0])
-
-
 def quantize(weight):
     """A weight (m, n) as int8 (m, n) and a float32 scale per output (m,): the largest number of a row becomes 127."""
     scale = upcast(weight).abs().amax(1).clamp(min=1e-12) / 127
@@ -107,7 +103,6 @@ class CompiledStep:
                 setattr(layer, *((name.split(".")[-2], matrix(p)) if p.dim() == 2 else (name, pointer(p))))
             layer.keys, layer.values, layer.slots = pointer(keys), pointer(values), keys.size(2)
             layer.window = w if rope == "reset" and w is not None else 0
-            layer.slot_heads = cache.heads if cache.held and w is not None else 1
         self.norm, self.head = pointer(model.model.norm.weight), matrix(model.lm_head.weight)
         tasks = max(k.size(2) for k in cache.k) // CHUNK + 1
         each = c.n_embd + 4 * c.n_head * c.head_dim + 2 * max(c.n_inner, c.n_kv_head * c.head_dim) + tasks * c.n_head * (c.head_dim + 2)
@@ -120,13 +115,15 @@ class CompiledStep:
         cache, model, c = self.cache, self.model, self.model.config
         if not isinstance(rows, slice) or range(cache.batch_size)[rows] != range(len(idx)):
             raise ValueError(f"rows={rows} for {len(idx)} tokens: a compiled step takes the first so many rows, a slice(n)")
-        pos, x = cache.advance(1, rows), upcast(model.model.embed_tokens(idx[:, 0])).clone()            # (rows, 1), (rows, n_embd)
-        plans = {w: (slot.contiguous(), valid) for w, (slot, valid) in cache.plans.items()}
+        plan = cache.advance(1, rows)
+        x = upcast(model.model.embed_tokens(idx[:, 0])).clone()            # (rows, n_embd)
+        slots = {w: s.target[2].contiguous() for w, s in plan.slots.items()}
         for layer, w in zip(self.layers, cache.windows, strict=True):
-            layer.slot, layer.valid = plans[w][0].data_ptr(), plans[w][1].data_ptr()
+            layer.slot, layer.valid = slots[w].data_ptr(), plan.slots[w].n_held.data_ptr()
+            layer.slot_heads = slots[w].size(1)
         logits = torch.empty(len(idx), c.vocab_size, dtype=torch.float32, device="cpu")
         self.step(x.data_ptr(), logits.data_ptr(), ctypes.addressof(self.layers), self.norm, self.head,
-                  pos.data_ptr(), cache.prefix_len.data_ptr(), model.freqs.data_ptr(), self.room.data_ptr(),
+                  plan.positions.data_ptr(), cache.prefix_len.data_ptr(), model.freqs.data_ptr(), self.room.data_ptr(),
                   len(idx), c.n_layer, c.vocab_size, model.rope_factor, c.norm_eps)
         return logits
 
@@ -155,7 +152,7 @@ class GraphStep:
         """Take a step to have kernels compiled and libraries set up, undo it but for a slot that the next token takes anyway, and
         record one. -> a function that repeats it, and the tensor that then holds the logits"""
         cache = self.cache
-        state = [cache.length, *cache.held.values()]
+        state = cache.state
         began, lengths, before = time.perf_counter(), list(cache.lengths), [t.clone() for t in state]
         step()
         for t, old in zip(state, before, strict=True):

@@ -71,8 +71,8 @@ import training
 from attention import visible
 from attn_kernel import decode_attention, flex_block_mask, flex_compiled, prefix_sliding_attention
 from device import device_and_dtype, free_bytes, peak_bytes as memory_peak
-from engine import generate
-from fast.step import fast_step, plain_step
+from engine import generate, plain_step
+from fast.step import fast_step
 from lab import rivals
 from model import GPT, GPTConfig
 from sliding_cache import SlidingCache, row_bytes
