@@ -28,12 +28,36 @@ import torch
 
 from attention import upcast
 from device import free_bytes
-from fast.step import fast_step, plain_step
-from sliding_cache import SlidingCache, layer_windows, mix, row_bytes, uniform
+from sliding_cache import SlidingCache, layer_windows, row_bytes
+
+
+def uniform(stream, *counters):
+    """One number in [0, 1) for each element of the int64 tensors `stream` and `counters` (broadcast): a hash, so that the number
+    does not depend on what was drawn before or beside it. The mixing is that of splitmix64 (Steele, Lea and Flood 2014)."""
+    for counter in counters:
+        stream = mix(stream, counter)
+    bits, dtype = (24, torch.float32) if stream.device.type == "mps" else (53, torch.float64)      # no float64 on mps
+    return ((stream >> (64 - bits)) & ((1 << bits) - 1)).to(dtype) / (1 << bits)
+
+
+def mix(x, counter):
+    """Hash the int64 tensor x and counter (a tensor or an int) into one int64 tensor; products wrap around."""
+    x = x + (torch.as_tensor(counter, device=x.device) + 1) * -0x61C8864680B583EB  # 2**64 / golden ratio, as a signed number
+    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15), (31, 1)):
+        x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * factor                 # torch shifts in the sign bit: mask it off
+    return x
+
+
+def hashed(seed, *numbers):
+    """An int to seed the stream with that belongs to these numbers: another seed gives another one for each of them."""
+    x = mix(torch.tensor(seed), 0)
+    for n in numbers:
+        x = mix(x, n)
+    return int(x)
+
 
 POLICIES = {  # what each of the family means for generate(); prefix_sliding is its defaults
-    "prefix_sliding": {}, "full": dict(window=None), "sliding": dict(prefix_len=0), "streaming": dict(prefix_len=4, rope="reset"),
-    "random": dict(evict="random")}
+    "prefix_sliding": {}, "full": dict(window=None), "sliding": dict(prefix_len=0), "streaming": dict(prefix_len=4, rope="reset")}
 
 
 @dataclass
@@ -83,15 +107,20 @@ class Sequence:
     forced: deque = field(default_factory=deque)  # tokens that come next, whatever is drawn
 
 
+def plain_step(model, cache, rope="continue"):
+    """One step of decoding: step(idx, rows) -> logits (rows, vocab_size) behind the tokens idx (rows, 1)."""
+    return lambda idx, rows=slice(None): model.lm_head(model.features(idx, rope=rope, cache=cache, rows=rows)[:, 0])
+
+
 @torch.no_grad()
-def generate(model, prompts, max_new_tokens, *, prefix_len=None, window=4096, rope="continue", evict="oldest", temperature=0.6,
+def generate(model, prompts, max_new_tokens, *, prefix_len=None, window=4096, rope="continue", cache_class=SlidingCache, temperature=0.6,
              top_k=None, top_p=0.95, min_new_tokens=0, stop_ids=(), stop_strings=(), decode=None, thinking=None, n_vocab=None,
              seed=0, rows=None, on_token=None, stats=None, compile=False, int8=False):
     """Sample one completion for each of `prompts` (lists of token ids). -> list[Completion], in the order of the prompts.
 
     max_new_tokens, min_new_tokens, prefix_len, seed: one int, or one per prompt (a prompt with a seed of its own has the stream (seed, 0),
     as if it were alone). prefix_len: how many tokens each row keeps for good; None = its whole prompt. window, rope: see GPT.features.
-    evict: "oldest" | "random". temperature >= 0 (0 = argmax), top_k None or >= 1, 0 < top_p <= 1.
+    cache_class: SlidingCache or a subclass. temperature >= 0 (0 = argmax), top_k None or >= 1, 0 < top_p <= 1.
     stop_ids: end tokens, not drawn before min_new_tokens. stop_strings: a sequence ends, at any length, with the token that completes
     one of them in its text, decode(ids); the tokens are not cut, tokenizer.stream(ids, stop) cuts the text. thinking: a Thinking, or None.
     n_vocab: ids from here on (padding of the embedding) are never drawn; None = vocab_size.
@@ -116,7 +145,7 @@ def generate(model, prompts, max_new_tokens, *, prefix_len=None, window=4096, ro
     windows = [w and min(w, room) for w in layer_windows(config, window)]
     fit = int(0.8 * free_bytes(weight.device) / row_bytes(config, windows, max(prefixes), longest, weight.dtype))
     n_rows = min(n, rows or max(fit, 1))
-    cache = SlidingCache(config, n_rows, max(prefixes), windows, evict=evict, max_len=longest, dtype=weight.dtype, device=weight.device)
+    cache = cache_class(config, n_rows, max(prefixes), windows, max_len=longest, dtype=weight.dtype, device=weight.device)
     stats = {} if stats is None else stats
     stats.update(cache_bytes=cache.nbytes, rows=n_rows, prefills=0, prefill_s=0.0, decode_steps=0, decode_s=0.0, compile_s=0.0)
 
@@ -191,7 +220,11 @@ def generate(model, prompts, max_new_tokens, *, prefix_len=None, window=4096, ro
                 return s
         return None
 
-    step = fast_step(model, cache, rope, int8) if compile or int8 else plain_step(model, cache, rope)
+    if compile or int8:
+        from fast.step import fast_step
+        step = fast_step(model, cache, rope, int8)
+    else:
+        step = plain_step(model, cache, rope)
     stats["compile_s"] = getattr(step, "compile_s", 0.0)
     running = []
     while len(running) < n_rows and (s := admit(len(running))):

@@ -171,40 +171,49 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    def __init__(self, c):
+    def __init__(self, config):
         super().__init__()
-        self.head_dim, self.qk_norm = c.head_dim, c.qk_norm
-        self.q_proj = nn.Linear(c.n_embd, c.n_head * c.head_dim, bias=c.qkv_bias)
-        self.k_proj = nn.Linear(c.n_embd, c.n_kv_head * c.head_dim, bias=c.qkv_bias)
-        self.v_proj = nn.Linear(c.n_embd, c.n_kv_head * c.head_dim, bias=c.qkv_bias)
-        self.o_proj = nn.Linear(c.n_head * c.head_dim, c.n_embd, bias=False)
-        if c.qk_norm:
-            self.q_norm, self.k_norm = RMSNorm(c.head_dim, c.norm_eps), RMSNorm(c.head_dim, c.norm_eps)
+        C, D, bias = config.n_embd, config.head_dim, config.qkv_bias
+        self.head_dim, self.qk_norm = D, config.qk_norm
+        self.q_proj = nn.Linear(C, config.n_head * D, bias=bias)
+        self.k_proj = nn.Linear(C, config.n_kv_head * D, bias=bias)
+        self.v_proj = nn.Linear(C, config.n_kv_head * D, bias=bias)
+        self.o_proj = nn.Linear(config.n_head * D, C, bias=False)
+        if config.qk_norm:
+            self.q_norm = RMSNorm(D, config.norm_eps)
+            self.k_norm = RMSNorm(D, config.norm_eps)
+
+    def heads(self, x):
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
     def forward(self, x, attend):
-        q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))   # (B, T, H | Hkv, D)
+        q = self.heads(self.q_proj(x))                                 # (B, H, T, D)
+        k = self.heads(self.k_proj(x))                                 # (B, Hkv, T, D)
+        v = self.heads(self.v_proj(x))                                 # (B, Hkv, T, D)
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        y = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))           # (B, H, T, D)
-        return self.o_proj(y.transpose(1, 2).flatten(2))
+        y = attend(q, k, v)                                            # (B, H, T, D)
+        return self.o_proj(y.transpose(1, 2).flatten(2))               # (B, T, n_embd)
 
 
 class MLP(nn.Module):
-    def __init__(self, c):
+    def __init__(self, config):
         super().__init__()
-        self.gate_proj = nn.Linear(c.n_embd, c.n_inner, bias=False)
-        self.up_proj = nn.Linear(c.n_embd, c.n_inner, bias=False)
-        self.down_proj = nn.Linear(c.n_inner, c.n_embd, bias=False)
+        self.gate_proj = nn.Linear(config.n_embd, config.n_inner, bias=False)
+        self.up_proj = nn.Linear(config.n_embd, config.n_inner, bias=False)
+        self.down_proj = nn.Linear(config.n_inner, config.n_embd, bias=False)
 
     def forward(self, x):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Block(nn.Module):
-    def __init__(self, c):
+    def __init__(self, config):
         super().__init__()
-        self.input_layernorm, self.self_attn = RMSNorm(c.n_embd, c.norm_eps), Attention(c)
-        self.post_attention_layernorm, self.mlp = RMSNorm(c.n_embd, c.norm_eps), MLP(c)
+        self.input_layernorm = RMSNorm(config.n_embd, config.norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = RMSNorm(config.n_embd, config.norm_eps)
+        self.mlp = MLP(config)
 
     def forward(self, x, attend):
         x = x + self.self_attn(self.input_layernorm(x), attend)
@@ -220,15 +229,17 @@ class GPT(nn.Module):
             layers=nn.ModuleList(Block(config) for _ in range(config.n_layer)),
             norm=RMSNorm(config.n_embd, config.norm_eps)))
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        self.checkpointing = False  # keep the input of each layer alone for the backward, and compute the layer anew there
+        self.checkpointing = False    # keep only the input of each layer for the backward, which computes it anew
         freqs, self.rope_factor = rope_frequencies(config)
         self.register_buffer("freqs", freqs, persistent=False)
-        # Outputs as large as inputs; less for what is added to the residual stream 2 n_layer times, and for a head of its own, whose
-        # first guess is to be an even one.
-        smaller = {"o_proj.weight": math.sqrt(2 * config.n_layer), "down_proj.weight": math.sqrt(2 * config.n_layer), "lm_head.weight": 10}
         for name, p in self.named_parameters():
             if p.dim() == 2:
-                nn.init.normal_(p, std=p.size(1) ** -0.5 / next((by for end, by in smaller.items() if name.endswith(end)), 1))
+                std = p.size(1) ** -0.5                                # outputs as large as inputs
+                if name.endswith(("o_proj.weight", "down_proj.weight")):
+                    std /= math.sqrt(2 * config.n_layer)               # so many are added to the residual stream
+                elif name.endswith("lm_head.weight"):
+                    std /= 10                                          # the first guess is to be an even one
+                nn.init.normal_(p, std=std)
             elif name.endswith("bias"):
                 nn.init.zeros_(p)
         self.tie()
@@ -240,59 +251,71 @@ class GPT(nn.Module):
     def _apply(self, fn, recurse=True):
         freqs = self.freqs
         super()._apply(fn, recurse)
-        self.freqs = freqs.to(self.freqs.device)  # .bfloat16() must not reach them: angles are wrong by radians at 32k
+        self.freqs = freqs.to(self.freqs.device)    # .bfloat16() must not reach them: angles are wrong by radians at 32k
         return self
 
     def forward(self, idx, prefix_len=None, window=None, *, positions=None, rope="continue"):
-        """Logits (B, T, vocab_size) of token ids idx (B, T), right-padded, under the mask of attn_kernel.visible by index.
+        """Logits (B, T, vocab_size) of token ids idx (B, T), right-padded, under the mask of attention.visible by
+        index.
 
-        prefix_len: int, (B,) or None = 0. window: int, None (full attention), or a list with one of these per layer.
-        positions (B, T): for RoPE only; default the index. rope: "continue" | "reset" (see features). Raises ValueError."""
+        prefix_len: int, (B,) or None = 0. window: int, None (full attention), or a list with one of these per
+        layer. positions (B, T): for RoPE only; default the index. rope: "continue" | "reset" (see features).
+        Raises ValueError."""
         return self.lm_head(self.features(idx, prefix_len, window, positions=positions, rope=rope))
 
-    def features(self, idx, prefix_len=None, window=None, *, positions=None, rope="continue", cache=None, rows=slice(None), n_new=None):
-        """What the head is applied to, (B, T, n_embd). With a SlidingCache, idx continues the given rows of it by n_new tokens each
-        (int or one per row, default T), and prefix_len, window and positions are those of the cache.
+    def features(self, idx, prefix_len=None, window=None, *, positions=None, rope="continue",
+                 cache=None, rows=slice(None), n_new=None):
+        """What the head is applied to, (B, T, n_embd). With a SlidingCache, idx continues the given rows of it by
+        n_new tokens each (int or one per row, default T); prefix_len, window and positions are the cache's.
 
-        rope="continue": every token keeps its absolute position. rope="reset": distances are those of a sequence from which the
-        gap between prefix and window was cut out. Scores depend on distances only, so keys stay as they were cached: window keys
-        meet the query rotated at its position, prefix keys a second one rotated at min(position, P + W - 1)."""
+        rope="continue": every token keeps its absolute position. rope="reset": distances are those of a sequence
+        from which the gap between prefix and window was cut out. Scores depend on distances only, so keys stay as
+        they were cached: window keys meet the query rotated at its position, prefix keys a second query, rotated
+        at min(position, P + W - 1)."""
         if rope not in ("continue", "reset"):
             raise ValueError(f"rope={rope!r}: 'continue' or 'reset'")
-        if cache is not None and not (prefix_len is window is positions is None):
-            raise ValueError("prefix_len, window and positions are those of the cache: do not give them again")
-        T = idx.size(1)
+        T, plan = idx.size(1), None
         if cache is None:
             windows = layer_windows(self.config, window)
-            P = torch.as_tensor(0 if prefix_len is None else prefix_len, device=idx.device).reshape(-1)           # (1,) or (B,)
-            pos = torch.arange(T, device=idx.device)[None] if positions is None else positions                    # (1 | B, T)
+            P = torch.as_tensor(0 if prefix_len is None else prefix_len, device=idx.device).reshape(-1)
+            if positions is None:
+                positions = torch.arange(T, device=idx.device)[None]   # (1, T)
+        elif prefix_len is window is positions is None:
+            plan = cache.advance(T if n_new is None else n_new, rows)
+            windows, P, positions = cache.windows, plan.prefix_len, plan.positions
         else:
-            pos, windows, P = cache.advance(T if n_new is None else n_new, rows), cache.windows, cache.prefix_len[rows]
-        x = self.model.embed_tokens(idx)                                              # (B, T, n_embd)
+            raise ValueError("prefix_len, window and positions are those of the cache: do not give them again")
 
-        def angles(pos):
-            a = pos[:, None, :, None].float() * self.freqs                            # (1 | B, 1, T, D / 2), float32 always
-            return (a.cos() * self.rope_factor).to(x.dtype), (a.sin() * self.rope_factor).to(x.dtype)
+        x = self.model.embed_tokens(idx)                               # (B, T, n_embd)
+        turn, turn_prefix = self.rotation(positions, x.dtype), {}
+        if rope == "reset":
+            for w in set(windows) - {None}:
+                turn_prefix[w] = self.rotation(torch.minimum(positions, P[:, None] + w - 1), x.dtype)
 
-        turn = angles(pos)
-        turn_prefix = {w: angles(torch.minimum(pos, P[:, None] + w - 1)) for w in set(windows) if w is not None and rope == "reset"}
-
-        def attend(layer, q, k, v):  # q (B, H, T, D); k, v (B, Hkv, T, D)
-            w = windows[layer]
-            q_prefix = rotate(q, *turn_prefix[w]).to(v.dtype) if w in turn_prefix else None
-            q, k = rotate(q, *turn).to(v.dtype), rotate(k, *turn).to(v.dtype)         # they differ only under somebody's autocast
-            if cache is None:
-                return prefix_sliding_attention(q, k, v, P, w, q_prefix=q_prefix)
-            if cache.decoding:
-                keys, values, lengths = cache.append(layer, k, v)
+        def attend(layer, q, k, v):    # q (B, H, T, D); k, v (B, Hkv, T, D) -> (B, H, T, D)
+            w, start, q_prefix = windows[layer], None, None
+            if w in turn_prefix:
+                q_prefix = rotate(q, *turn_prefix[w]).to(v.dtype)
+            q, k = rotate(q, *turn).to(v.dtype), rotate(k, *turn).to(v.dtype)    # dtypes differ only under autocast
+            if plan is not None and plan.decoding:
+                keys, values, lengths = cache.append(plan, layer, k, v)
                 return decode_attention(q, keys, values, lengths, prefix_len=P, q_prefix=q_prefix)
-            keys, values, start = cache.extend(layer, k, v)
-            return prefix_sliding_attention(q, keys, values, P, w, q_start=start, q_prefix=q_prefix)
+            if plan is not None:
+                k, v, start = cache.extend(plan, layer, k, v)          # what the rows held comes first
+            return prefix_sliding_attention(q, k, v, P, w, q_start=start, q_prefix=q_prefix)
 
         for layer, block in enumerate(self.model.layers):
             args = x, partial(attend, layer)
-            x = checkpoint(block, *args, use_reentrant=False) if self.checkpointing and torch.is_grad_enabled() else block(*args)
+            if self.checkpointing and torch.is_grad_enabled():
+                x = checkpoint(block, *args, use_reentrant=False)
+            else:
+                x = block(*args)
         return self.model.norm(x)
+
+    def rotation(self, positions, dtype):
+        """cos and sin (1 | B, 1, T, D / 2) of the angles of RoPE at the positions (1 | B, T)."""
+        angles = positions[:, None, :, None].float() * self.freqs      # float32 always
+        return (angles.cos() * self.rope_factor).to(dtype), (angles.sin() * self.rope_factor).to(dtype)
 
     @classmethod
     def from_pretrained(cls, path_or_hub_name, *, dtype=torch.float32, device="cpu"):

@@ -13,6 +13,7 @@ the weights where PyTorch has them: nothing is copied, nothing is compiled again
 torch.compile was tried: one layer compiled and called for all layers, products written as sums, and oneDNN for several rows. Its
 steps took 10 to 30% longer, it compiled for 8 to 13 seconds instead of 2, and it needed a copy of the weights for several rows.
 """
+import contextlib
 import ctypes
 import functools
 import os
@@ -24,8 +25,11 @@ import time
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 
 from attention import upcast
+from engine import plain_step
 
 CHUNK = 512  # slots per task of the attention in fast/step.c
 MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -66,53 +70,178 @@ def compiled_step(**sizes):
     return step
 
 
-def plain_step(model, cache, rope="continue"):
-    """The step that the others replace."""
-    return lambda idx, rows=slice(None): model.lm_head(model.features(idx, rope=rope, cache=cache, rows=rows)[:, 0])
-
-
 def quantize(weight):
     """A weight (m, n) as int8 (m, n) and a float32 scale per output (m,): the largest number of a row becomes 127."""
     scale = upcast(weight).abs().amax(1).clamp(min=1e-12) / 127
     return (upcast(weight) / scale[:, None]).round().to(torch.int8), scale
 
 
+def parameter_shapes(config):
+    """{name: shape} of the parameters that fast/step.c reads, those of model.py."""
+    C, D, n_inner = config.n_embd, config.head_dim, config.n_inner
+    q_size, kv_size = config.n_head * D, config.n_kv_head * D
+    block = {
+        "input_layernorm.weight": (C,),
+        "self_attn.q_proj.weight": (q_size, C),
+        "self_attn.k_proj.weight": (kv_size, C),
+        "self_attn.v_proj.weight": (kv_size, C),
+        "self_attn.o_proj.weight": (C, q_size),
+        "post_attention_layernorm.weight": (C,),
+        "mlp.gate_proj.weight": (n_inner, C),
+        "mlp.up_proj.weight": (n_inner, C),
+        "mlp.down_proj.weight": (C, n_inner),
+    }
+    if config.qkv_bias:
+        block["self_attn.q_proj.bias"] = (q_size,)
+        block["self_attn.k_proj.bias"] = block["self_attn.v_proj.bias"] = (kv_size,)
+    if config.qk_norm:
+        block["self_attn.q_norm.weight"] = block["self_attn.k_norm.weight"] = (D,)
+    shapes = {"model.embed_tokens.weight": (config.vocab_size, C)}
+    for i in range(config.n_layer):
+        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in block.items()}
+    return shapes | {"model.norm.weight": (C,), "lm_head.weight": (config.vocab_size, C)}
+
+
+def check_model(model):
+    """Raise ValueError for a model whose parameters are not those that fast/step.c reads: it would read beyond them."""
+    config, dtype = model.config, model.lm_head.weight.dtype
+    odd = [f"{name}={getattr(config, name)}" for name in ("n_embd", "head_dim", "n_inner") if getattr(config, name) % 16]
+    if odd or dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError("compile=True on a CPU takes float32 or bfloat16, and n_embd, head_dim and n_inner in multiples "
+                         f"of 16, not {', '.join(odd) or dtype}")
+    known = {name: (shape, dtype) for name, shape in parameter_shapes(config).items()}
+    found = {name: (tuple(p.shape), p.dtype) for name, p in model.named_parameters(remove_duplicate=False)}
+    for name in known | found:
+        if known.get(name) != found.get(name):
+            raise ValueError(f"compile=True: {name} is {found.get(name, 'not there')} in this model, and "
+                             f"{known.get(name, 'unknown')} in fast/step.c; compile=False runs it")
+
+
+class Exact(TorchFunctionMode):
+    """Inside, a model computes in float32, as fast/step.c does, whatever its weights are; nn.Linear multiplies by int8 weights
+    {address of the weight: (numbers, scale)} where there are any. One matrix at a time: no copy of the model is made."""
+
+    def __init__(self, int8_weights):
+        super().__init__()
+        self.int8_weights = int8_weights
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is F.embedding:
+            return upcast(function(*args, **kwargs or {}))
+        if function is F.linear and args[1].data_ptr() in self.int8_weights:
+            numbers, scale = self.int8_weights[args[1].data_ptr()]
+            args = args[0], numbers * scale[:, None], *args[2:]
+        if function.__name__ != "__get__":                                            # which reads x.dtype and the like
+            args = [t.float() if isinstance(t, torch.Tensor) and t.dtype == torch.bfloat16 else t for t in args]
+        return function(*args, **kwargs or {})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the proof
+
+# How far a logit may be off, in standard deviations of all logits. placeholder
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-3, torch.bfloat16: 0.2}
+
+
+def prove(step, model, cache, rope, exact=None):
+    """Raise ValueError if a fast step computes something else than the plain one. For whoever changes the model or the cache: what
+    the fast steps do not know about would be left out without a word. (A change that shows only later than in a few tokens, or only
+    in windows of more than four, is not seen.) exact: an Exact for the plain step, to compare by more than its own rounding."""
+    try:
+        error = difference(step, model, cache, rope, exact)
+    except RuntimeError as reason:                                                    # dtypes that Exact does not bring together
+        raise ValueError(f"compile=True: this model is too far from model.py for {type(step).__name__} ({reason}); "
+                         "compile=False runs it") from None
+    tolerance = TOLERANCE[model.lm_head.weight.dtype]
+    if error > tolerance:
+        raise ValueError(f"compile=True: the logits of {type(step).__name__} are off by {error:.2g} of their standard deviation, "
+                         f"rounding explains {tolerance:g}: it leaves out what was changed in this model or its cache; "
+                         "compile=False runs it")
+
+
+@torch.no_grad()
+def difference(step, model, cache, rope, exact=None, n_steps=2):
+    """The largest difference of two logits, in standard deviations of all, over a few steps with small caches of the same class,
+    whose rows are before, at and past the end of their windows."""
+    weight, lengths = model.lm_head.weight, [1, 5, 7]
+    how = dict(prefix_len=torch.tensor([2, 1, 2]), window=[w and min(w, 4) for w in cache.windows],
+               max_len=max(lengths) + n_steps, device=weight.device)
+    ours = type(cache)(model.config, len(lengths), **how, dtype=weight.dtype)
+    theirs = type(cache)(model.config, len(lengths), **how, dtype=torch.float32 if exact else weight.dtype)
+    step.use(ours)
+    theirs.fixed_shapes = ours.fixed_shapes
+    tokens = torch.randint(model.config.vocab_size, (len(lengths), max(lengths) + n_steps), device="cpu",
+                           generator=torch.Generator("cpu").manual_seed(0)).to(weight.device)
+    prompts, *later = tokens.split([max(lengths)] + [1] * n_steps, 1)
+    plain, exact, largest = plain_step(model, theirs, rope), exact or contextlib.nullcontext(), 0.0
+    model.features(prompts, rope=rope, cache=ours, n_new=lengths)
+    with exact:
+        model.features(prompts, rope=rope, cache=theirs, n_new=lengths)
+    for mine, their in zip(ours.k + ours.v, theirs.k + theirs.v, strict=True):
+        mine.copy_(their)                                                             # so that the two begin alike
+    for idx in later:
+        for their in theirs.k + theirs.v:
+            their.copy_(their.to(weight.dtype))                                       # rounded as ours are
+        with exact:
+            expected = plain(idx).double()                                            # (rows, vocab_size)
+        error = (step(idx).double().nan_to_num() - expected.nan_to_num()).abs().max()
+        if error > 0:
+            largest = max(largest, float(error / expected[expected.isfinite()].std()))
+    return largest
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the steps
+
 class CompiledStep:
-    """Steps of a model on the rows of a cache, by fast/step.c. int8: with matrices rounded to int8 as they are now, at half of bfloat16's
-    bytes; else the weights are those of the model, also after an update in place (one that moves to other memory needs a new step).
-    compile_s: what compiling took, in seconds. Raises ValueError for a model that fast/step.c does not take."""
+    """Steps of a model on the rows of a cache, by fast/step.c. int8: with matrices rounded to int8 as they are now, at half of
+    bfloat16's bytes; else the weights are those of the model, also after an update in place (one that moves to other memory needs a
+    new step). compile_s: what compiling and the proof took, in seconds. Raises ValueError for a model that fast/step.c does not take."""
 
     def __init__(self, model, cache, rope="continue", int8=False):
-        c, dtype, began = model.config, model.lm_head.weight.dtype, time.perf_counter()
-        odd = [name for name in ("n_embd", "head_dim", "n_inner") if getattr(c, name) % 16]
-        if odd or dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError("compile=True on a CPU takes float32 or bfloat16, and n_embd, head_dim and n_inner in multiples of 16, not "
-                             + ", ".join([f"{name}={getattr(c, name)}" for name in odd] or [str(dtype)]))
-        if cache.k[0].dtype != dtype:
-            raise ValueError(f"the cache is {cache.k[0].dtype}, the model {dtype}")
-        self.model, self.cache, self.kept = model, cache, []
-        self.step = compiled_step(C=c.n_embd, H=c.n_head, HKV=c.n_kv_head, D=c.head_dim, I=c.n_inner, BF16=dtype == torch.bfloat16,
-                                  INT8=int8, CHUNK=CHUNK)
+        began, c = time.perf_counter(), model.config
+        check_model(model)
+        self.model, self.rope, self.kept, self.int8_weights = model, rope, [], {}
+        self.dtype = model.lm_head.weight.dtype
+        self.layers = (Layer * c.n_layer)()
+        self.use(cache)
+        self.step = compiled_step(C=c.n_embd, H=c.n_head, HKV=c.n_kv_head, D=c.head_dim, I=c.n_inner,
+                                  BF16=self.dtype == torch.bfloat16, INT8=int8, CHUNK=CHUNK)
 
         def pointer(t):
             self.kept.append(t.detach().contiguous())                                 # C knows addresses only
             return self.kept[-1].data_ptr()
 
         def matrix(weight):
-            return Matrix(*map(pointer, quantize(weight.detach()))) if int8 else Matrix(pointer(weight))
+            if not int8:
+                return Matrix(pointer(weight))
+            numbers, scale = self.int8_weights[weight.data_ptr()] = quantize(weight.detach())
+            return Matrix(pointer(numbers), pointer(scale))
 
-        self.layers = (Layer * c.n_layer)()
-        for layer, block, keys, values, w in zip(self.layers, model.model.layers, cache.k, cache.v, cache.windows, strict=True):
+        for layer, block in zip(self.layers, model.model.layers, strict=True):
             for name, p in block.named_parameters():
-                setattr(layer, *((name.split(".")[-2], matrix(p)) if p.dim() == 2 else (name, pointer(p))))
-            layer.keys, layer.values, layer.slots = pointer(keys), pointer(values), keys.size(2)
-            layer.window = w if rope == "reset" and w is not None else 0
-            layer.slot_heads = cache.heads if cache.held and w is not None else 1
+                if p.dim() == 2:
+                    setattr(layer, name.split(".")[-2], matrix(p))
+                else:
+                    setattr(layer, name, pointer(p))
         self.norm, self.head = pointer(model.model.norm.weight), matrix(model.lm_head.weight)
-        tasks = max(k.size(2) for k in cache.k) // CHUNK + 1
-        each = c.n_embd + 4 * c.n_head * c.head_dim + 2 * max(c.n_inner, c.n_kv_head * c.head_dim) + tasks * c.n_head * (c.head_dim + 2)
-        self.room = torch.empty(cache.batch_size * each, dtype=torch.float32, device="cpu")
+        prove(self, model, cache, rope, Exact(self.int8_weights))
+        self.use(cache)
         self.compile_s = time.perf_counter() - began
+
+    def use(self, cache):
+        """Go on with the rows of this cache."""
+        c = self.model.config
+        if cache.k[0].dtype != self.dtype:
+            raise ValueError(f"the cache is {cache.k[0].dtype}, the model {self.dtype}")
+        self.cache = cache
+        for layer, keys, values, w in zip(self.layers, cache.k, cache.v, cache.windows, strict=True):
+            layer.keys, layer.values, layer.slots = keys.data_ptr(), values.data_ptr(), keys.size(2)
+            layer.window = w if self.rope == "reset" and w is not None else 0
+        tasks = max(keys.size(2) for keys in cache.k) // CHUNK + 1
+        per_row = c.n_embd + 4 * c.n_head * c.head_dim + 2 * max(c.n_inner, c.n_kv_head * c.head_dim)
+        per_row += tasks * c.n_head * (c.head_dim + 2)
+        self.room = torch.empty(cache.batch_size * per_row, dtype=torch.float32, device="cpu")
 
     @torch.no_grad()
     def __call__(self, idx, rows=slice(None)):
@@ -120,13 +249,15 @@ class CompiledStep:
         cache, model, c = self.cache, self.model, self.model.config
         if not isinstance(rows, slice) or range(cache.batch_size)[rows] != range(len(idx)):
             raise ValueError(f"rows={rows} for {len(idx)} tokens: a compiled step takes the first so many rows, a slice(n)")
-        pos, x = cache.advance(1, rows), upcast(model.model.embed_tokens(idx[:, 0])).clone()            # (rows, 1), (rows, n_embd)
-        plans = {w: (slot.contiguous(), valid) for w, (slot, valid) in cache.plans.items()}
+        plan = cache.advance(1, rows)
+        x = upcast(model.model.embed_tokens(idx[:, 0])).clone()                       # (rows, n_embd)
+        slots = {w: s.target[2].contiguous() for w, s in plan.slots.items()}          # (rows, 1 | Hkv)
         for layer, w in zip(self.layers, cache.windows, strict=True):
-            layer.slot, layer.valid = plans[w][0].data_ptr(), plans[w][1].data_ptr()
+            layer.slot, layer.slot_heads = slots[w].data_ptr(), slots[w].size(1)
+            layer.valid = plan.slots[w].n_held.data_ptr()
         logits = torch.empty(len(idx), c.vocab_size, dtype=torch.float32, device="cpu")
         self.step(x.data_ptr(), logits.data_ptr(), ctypes.addressof(self.layers), self.norm, self.head,
-                  pos.data_ptr(), cache.prefix_len.data_ptr(), model.freqs.data_ptr(), self.room.data_ptr(),
+                  plan.positions.data_ptr(), cache.prefix_len.data_ptr(), model.freqs.data_ptr(), self.room.data_ptr(),
                   len(idx), c.n_layer, c.vocab_size, model.rope_factor, c.norm_eps)
         return logits
 
@@ -136,8 +267,18 @@ class GraphStep:
     on the device what the recorded step did: it reads and writes the same tensors, whatever they hold by then."""
 
     def __init__(self, model, cache, rope="continue"):
-        self.plain, self.cache, self.graphs, self.pool, self.compile_s = plain_step(model, cache, rope), cache, {}, None, 0.0
-        self.idx = torch.zeros(cache.batch_size, 1, dtype=torch.long, device=model.lm_head.weight.device)
+        began = time.perf_counter()
+        self.model, self.rope = model, rope
+        self.compile_s = 0.0
+        prove(self, model, cache, rope)
+        self.use(cache)
+        self.compile_s = time.perf_counter() - began
+
+    def use(self, cache):
+        """Go on with the rows of this cache."""
+        self.cache, self.graphs, self.pool = cache, {}, None
+        self.plain = plain_step(self.model, cache, self.rope)
+        self.idx = torch.zeros(cache.batch_size, 1, dtype=torch.long, device=self.model.lm_head.weight.device)
         cache.fixed_shapes = True
 
     @torch.no_grad()
@@ -154,11 +295,10 @@ class GraphStep:
     def record(self, step):
         """Take a step to have kernels compiled and libraries set up, undo it but for a slot that the next token takes anyway, and
         record one. -> a function that repeats it, and the tensor that then holds the logits"""
-        cache = self.cache
-        state = [cache.length, *cache.held.values()]
-        began, lengths, before = time.perf_counter(), list(cache.lengths), [t.clone() for t in state]
+        cache, began = self.cache, time.perf_counter()
+        lengths, state = list(cache.lengths), [t.clone() for t in cache.state]
         step()
-        for t, old in zip(state, before, strict=True):
+        for t, old in zip(cache.state, state, strict=True):
             t.copy_(old)
         cache.lengths = list(lengths)
         recorded = self.capture(step)

@@ -8,8 +8,10 @@ import torch
 from hypothesis import given, settings, strategies as st
 from util import tiny_gpt
 
+from engine import uniform
+from forks.random_eviction import RandomEvictionCache
 from model import GPTConfig
-from sliding_cache import SlidingCache, layer_windows, uniform
+from sliding_cache import SlidingCache, layer_windows
 
 CONFIG = GPTConfig(n_layer=2, n_head=4, n_kv_head=2, n_embd=16, head_dim=4)
 
@@ -27,11 +29,11 @@ def feed(cache, n, row=0):
     """Append n tokens to a row, one pass. -> what attention gets, per layer: (keys, values, valid or start)"""
     first = cache.lengths[row]
     with torch.no_grad():
-        pos = cache.advance(n, [row])
-        assert pos.tolist() == [list(range(first, first + n))]
-        step = cache.append if cache.decoding else cache.extend
-        k = [marked(pos[0].tolist(), layer, cache.k[0].dtype) for layer in range(CONFIG.n_layer)]
-        return [step(layer, k[layer], -k[layer]) for layer in range(CONFIG.n_layer)]
+        plan = cache.advance(n, [row])
+        assert plan.positions.tolist() == [list(range(first, first + n))]
+        step = cache.append if plan.decoding else cache.extend
+        k = [marked(plan.positions[0].tolist(), layer, cache.k[0].dtype) for layer in range(CONFIG.n_layer)]
+        return [step(plan, layer, k[layer], -k[layer]) for layer in range(CONFIG.n_layer)]
 
 
 def expected(n, P, W):
@@ -78,9 +80,10 @@ def test_ragged_rows_equal_rows_alone(P, W, steps):
     for counts in steps:
         T = max(counts)
         with torch.no_grad():
-            pos = together.advance(counts)
-            k = torch.cat([marked(row) for row in pos.tolist()])  # beyond counts[row]: padding, must not be stored
-            out = [(together.append if together.decoding else together.extend)(layer, k, -k) for layer in range(2)][0]
+            plan = together.advance(counts)
+            k = torch.cat([marked(row) for row in plan.positions.tolist()])  # beyond counts[row]: padding, not to be stored
+            step = together.append if plan.decoding else together.extend
+            out = [step(plan, layer, k, -k) for layer in range(2)][0]
         for row in range(3):
             single = feed(alone[row], counts[row])[0]
             assert together.positions(row) == alone[row].positions(0)
@@ -145,7 +148,7 @@ def test_rows_are_reset_copied_and_reused():
 
 @pytest.mark.parametrize("P, W", [(0, 1), (2, 8), (3, 7), (0, 2)])
 def test_random_eviction_keeps_prefix_and_newest_quarter(P, W):
-    cache = SlidingCache(CONFIG, 1, P, W, evict="random")
+    cache = RandomEvictionCache(CONFIG, 1, P, W)
     cache.streams[0] = 5
     for n in range(1, P + 12 * W):
         keys, _, valid = feed(cache, 1)[0]
@@ -161,13 +164,13 @@ def test_random_eviction_keeps_prefix_and_newest_quarter(P, W):
 def test_random_eviction_is_uniform_over_the_older_three_quarters():
     """W = 8: each of the 6 oldest goes with probability 1/6, whatever its slot; shared by the layers, drawn anew per stream."""
     counts = torch.zeros(8)
-    cache = SlidingCache(CONFIG, 400, 0, 8, evict="random")
+    cache = RandomEvictionCache(CONFIG, 400, 0, 8)
     cache.streams = torch.arange(400)
     with torch.no_grad():
         for n in range(9):
-            cache.advance()
+            plan, k = cache.advance(), marked([n]).expand(400, -1, -1, -1)
             for layer in range(2):
-                cache.append(layer, marked([n]).expand(400, -1, -1, -1), marked([n]).expand(400, -1, -1, -1))
+                cache.append(plan, layer, k, k)
     for row in range(400):
         for head in range(2):
             counts[next(p for p in range(8) if p not in cache.positions(row, head=head))] += 1
@@ -193,7 +196,6 @@ def test_uniform_is_a_hash_of_its_arguments():
         (dict(window=[4]), "1 entries, the model 2"),
         (dict(window=None), "max_len"),
         (dict(prefix_len=-1), "prefix_len=-1"),
-        (dict(evict="newest"), "evict='newest'"),
         (dict(window=10**12), r"cache needs 128000\.00 GB"),
     ],
 )
@@ -231,7 +233,7 @@ def test_a_reused_row_carries_nothing_over():
 @pytest.mark.parametrize("fresh", ["reset", "copy"])
 def test_random_eviction_in_a_reused_row(fresh):
     """The table of what a slot holds begins anew with the row."""
-    used, new = SlidingCache(CONFIG, 2, 2, 4, evict="random"), SlidingCache(CONFIG, 1, 2, 4, evict="random")
+    used, new = RandomEvictionCache(CONFIG, 2, 2, 4), RandomEvictionCache(CONFIG, 1, 2, 4)
     feed(used, 2, 1)
     for _ in range(15):
         feed(used, 1, 0)
@@ -248,7 +250,7 @@ def test_random_eviction_in_a_reused_row(fresh):
 
 def test_a_row_moved_in_the_middle_goes_on_as_before():
     """Compaction copies a running row with its stream: the later evictions are those of the row where it was."""
-    cache, alone = SlidingCache(CONFIG, 2, 1, 4, evict="random"), SlidingCache(CONFIG, 1, 1, 4, evict="random")
+    cache, alone = RandomEvictionCache(CONFIG, 2, 1, 4), RandomEvictionCache(CONFIG, 1, 1, 4)
     cache.streams[1] = alone.streams[0] = 7
     for n in range(25):
         if n == 12:
@@ -258,14 +260,14 @@ def test_a_row_moved_in_the_middle_goes_on_as_before():
 
 
 def test_refused_steps_leave_no_trace():
-    cache = SlidingCache(CONFIG, 1, 1, 3, evict="random")
+    cache = RandomEvictionCache(CONFIG, 1, 1, 3)
     for _ in range(6):
         feed(cache, 1)
     before = [cache.positions(0), cache.lengths, cache.length.tolist()]
     with pytest.raises(ValueError, match="one token at a time"):
         feed(cache, 2)
     for wrong in (0, [1, 1], [0]):
-        with pytest.raises(ValueError, match="at least one new token"):
+        with pytest.raises(ValueError, match="at least one new token|one token at a time"):
             cache.advance(wrong)
     assert [cache.positions(0), cache.lengths, cache.length.tolist()] == before == [cache.positions(0), [6], [6]]
 
@@ -274,8 +276,8 @@ def test_each_slot_is_written_once():
     """One kept token too many would go to the slot of the newest, and which of the two stays is nobody's to say."""
     cache = SlidingCache(CONFIG, 2, torch.tensor([3, 0]), 4)
     with torch.no_grad():
-        cache.advance([17, 9])
-    row, _, slot = cache.plans[4][3]
+        plan = cache.advance([17, 9])
+    row, _, slot = plan.slots[4].target
     pairs = list(zip(row.tolist(), slot.tolist(), strict=True))
     assert len(set(pairs)) == len(pairs) == 7 + 4
 
@@ -292,6 +294,6 @@ def test_a_pass_with_gradients_only_reads():
     for chunk in (second, second[:, :1]):                                             # one token is no decoding here
         x = model.features(chunk, cache=cache)
         x.square().sum().backward()
-        assert x.equal(model.features(chunk, cache=cache)) and not cache.decoding
+        assert x.equal(model.features(chunk, cache=cache)) and not cache.advance(1).decoding
     assert all(a.equal(b) for a, b in zip(before, (*cache.k, *cache.v), strict=True)) and cache.lengths == [9] == cache.length.tolist()
     assert all(p.grad.abs().max() > 0 for name, p in model.named_parameters() if "k_proj" in name)

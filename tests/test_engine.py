@@ -8,9 +8,10 @@ from hypothesis import given, settings, strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from util import tiny_gpt
 
-from engine import Thinking, generate, sample
+from engine import Thinking, generate, mix, sample, uniform
+from forks.random_eviction import RandomEvictionCache
 from model import rotate
-from sliding_cache import SlidingCache, mix, uniform
+from sliding_cache import SlidingCache
 
 
 def tokens(seed, *shape):
@@ -173,11 +174,11 @@ def test_greedy_equals_the_naive_loop(rope, window, prefix_len):
             assert done.prompt == prompt and done.finish_reason == "length" and done.sampled == [True] * 25
 
 
-@pytest.mark.parametrize("evict", ["oldest", "random"])
+@pytest.mark.parametrize("cache_class", [SlidingCache, RandomEvictionCache])
 @pytest.mark.parametrize("rope", ["continue", "reset"])
-def test_a_row_alone_beside_others_and_admitted_late(rope, evict):
+def test_a_row_alone_beside_others_and_admitted_late(rope, cache_class):
     model, lengths = tiny_gpt(), [30, 5, 22, 41, 1, 17]
-    how = dict(window=5, rope=rope, evict=evict, temperature=1.0, top_p=0.9, top_k=20)
+    how = dict(window=5, rope=rope, cache_class=cache_class, temperature=1.0, top_p=0.9, top_k=20)
     together = generate(model, PROMPTS, lengths, seed=[7] * 6, **how)
     assert [len(c.tokens) for c in together] == lengths
     assert [c.tokens for c in generate(model, PROMPTS, lengths, seed=[7] * 6, rows=2, **how)] == [c.tokens for c in together]
@@ -406,7 +407,6 @@ def test_thinking_with_end_tokens_before_the_minimum():
         (dict(top_p=1.1), "top_p=1.1"),
         (dict(rows=0), "rows=0"),
         (dict(rope="none"), "rope='none'"),
-        (dict(evict="none"), "evict='none'"),
         (dict(n_vocab=0), "n_vocab=0"),
         (dict(stop_strings=["x"]), "stop_strings"),
         (dict(stop_strings=[""], decode=str), "stop_strings"),

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -14,8 +15,10 @@ from util import tiny_gpt
 
 import attn_kernel
 import fast.step as fast
+import model as model_module
 from engine import Thinking, generate
 from fast.step import CompiledStep, GraphStep
+from forks.random_eviction import RandomEvictionCache
 from model import GPT
 from sliding_cache import SlidingCache
 
@@ -26,14 +29,15 @@ def fast_gpt(dtype=torch.float32, **changes):
     return tiny_gpt(dtype=dtype, **SHAPES | changes)
 
 
-def filled(model, rows, P, windows, lengths, **more):
+def filled(model, rows, P, windows, lengths, cache_class=SlidingCache):
     """A cache whose rows have read so many random tokens each."""
-    cache = SlidingCache(model.config, rows, P, windows, max_len=400, dtype=model.lm_head.weight.dtype, **more)
+    cache = cache_class(model.config, rows, torch.as_tensor(P), windows, max_len=400, dtype=model.lm_head.weight.dtype)
+    piece = 400 if cache_class is SlidingCache else 1
     for row, n in enumerate(lengths):
         idx = torch.randint(model.config.vocab_size, (1, n), generator=torch.Generator().manual_seed(row))
         with torch.no_grad():
-            for a in range(0, n, 1 if more else n):
-                model.features(idx[:, a:a + (1 if more else n)], cache=cache, rows=[row])
+            for a in range(0, n, piece):
+                model.features(idx[:, a:a + piece], cache=cache, rows=[row])
     return cache
 
 
@@ -113,7 +117,7 @@ def test_several_threads_do_not_get_in_each_others_way():
 def test_random_eviction_overwrites_the_same_slots():
     model = fast_gpt()
     for windows in (8, [8, None, 30]):
-        compare(CompiledStep, model, lambda w=windows: filled(model, 2, [3, 4], w, [20, 5], evict="random"), "continue", [2] * 12, 1e-5)
+        compare(CompiledStep, model, lambda w=windows: filled(model, 2, [3, 4], w, [20, 5], RandomEvictionCache), "continue", [2] * 12, 1e-5)
 
 
 def test_bfloat16_rounds_once_where_plain_rounds_at_every_step():
@@ -167,8 +171,8 @@ def test_the_step_sees_an_update_of_the_weights():
         assert torch.allclose(step(idx), model.lm_head(model.features(idx, cache=plain)[:, 0]), atol=1e-4)
 
 
-@pytest.mark.parametrize("how", [{}, dict(rope="reset"), dict(prefix_len=0), dict(window=None), dict(evict="random"),
-                                 dict(evict="random", window=None), dict(temperature=0.0), dict(top_p=0.8, top_k=20)], ids=str)
+@pytest.mark.parametrize("how", [{}, dict(rope="reset"), dict(prefix_len=0), dict(window=None), dict(cache_class=RandomEvictionCache),
+                                 dict(cache_class=RandomEvictionCache, window=None), dict(temperature=0.0), dict(top_p=0.8, top_k=20)], ids=str)
 def test_generate_draws_the_same_tokens(how):
     """Sequences of several lengths through fewer rows than there are of them, so that rows are refilled and moved."""
     model = fast_gpt()
@@ -197,6 +201,141 @@ def test_nan_weights_are_noticed():
             bad.model.layers[1].get_submodule(name).weight[3] = math.nan
         with pytest.raises(ValueError, match="not finite"):
             generate(bad, [[1]], 5, compile=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the proof: whoever changes the model or the cache gets what they changed, or an error
+
+def changed_forward(self, x, attend):
+    """Attention.forward as it is in model.py, with a place for changes."""
+    q, k, v = (self.heads(p(x)) for p in (self.q_proj, self.k_proj, self.v_proj))
+    if self.qk_norm:
+        q, k = self.q_norm(q), self.k_norm(k)
+    q, k, v = CHANGE["now"](self, q, k, v)
+    return self.o_proj(attend(q, k, v).transpose(1, 2).flatten(2))
+
+
+CHANGE = {}
+
+
+def value_residual(self, q, k, v):
+    """The values of the first layer are added to those of the others; blocks are called in order."""
+    if self.is_first:
+        type(self).first_v = v
+    return q, k, (v + type(self).first_v) / 2
+
+
+def shifted(self, q, k, v):
+    return q, k, v + 0.1 * v.std()
+
+
+def in_attention(change):
+    def patch(monkeypatch, model):
+        monkeypatch.setitem(CHANGE, "now", change)
+        monkeypatch.setattr(model_module.Attention, "forward", changed_forward)
+        for i, block in enumerate(model.model.layers):
+            block.self_attn.is_first = i == 0
+    return patch
+
+
+def in_class(name, forward):
+    return lambda monkeypatch, model: monkeypatch.setattr(getattr(model_module, name), "forward", forward)
+
+
+def parallel(self, x, attend):
+    return x + self.self_attn(self.input_layernorm(x), attend) + self.mlp(self.post_attention_layernorm(x))
+
+
+CHANGES = {
+    "value residual": in_attention(value_residual),
+    "scale": in_attention(lambda self, q, k, v: (q * 1.5, k, v)),
+    "bias": in_attention(shifted),
+    "MLP": in_class("MLP", lambda self, x: self.down_proj(F.gelu(self.gate_proj(x)) * self.up_proj(x))),
+    "norm": in_class("RMSNorm", lambda self, x: F.rms_norm(x, x.shape[-1:], self.weight + 0.2)),
+    "parallel block": in_class("Block", parallel),
+    "capped logits": lambda monkeypatch, model: model.lm_head.register_forward_hook(lambda m, x, y: 2 * torch.tanh(y / 2)),
+}
+
+
+@pytest.mark.parametrize("numbers", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_model_is_refused(change, numbers, monkeypatch):
+    """Log-probabilities were off by up to 4 nats, without a word, when Attention.forward had been changed."""
+    model = fast_gpt(dtype=torch.bfloat16 if numbers == "bfloat16" else torch.float32)
+    cache = SlidingCache(model.config, 1, 3, 50, dtype=model.lm_head.weight.dtype)
+    CompiledStep(model, cache, int8=numbers == "int8")
+    CHANGES[change](monkeypatch, model)
+    with pytest.raises(ValueError, match="are off by .* of their standard deviation.*compile=False"):
+        CompiledStep(model, cache, int8=numbers == "int8")
+
+
+def test_a_change_that_changes_nothing_is_taken(monkeypatch):
+    model = fast_gpt(qk_norm=True)
+    in_attention(lambda self, q, k, v: (q, k, v))(monkeypatch, model)
+    compare(CompiledStep, model, lambda: filled(model, 2, [3, 4], [8, None, 30], [20, 5]), "reset", [2] * 4, 1e-5)
+
+
+@pytest.mark.parametrize("name, parameter", [
+    ("self_attn.o_proj.bias", torch.zeros(64)), ("mlp.down_proj.weight", torch.zeros(64, 80)), ("mlp.up_proj.weight", None),
+    ("input_layernorm.weight", torch.ones(64, dtype=torch.bfloat16)), ("self_attn.mix", torch.zeros(1))])
+def test_parameters_that_c_does_not_know_are_refused_by_name(name, parameter):
+    """It would read beyond the end of one that is smaller."""
+    model = fast_gpt()
+    module, _, attribute = name.rpartition(".")
+    parameter = parameter if parameter is None else torch.nn.Parameter(parameter)
+    model.model.layers[1].get_submodule(module).register_parameter(attribute, parameter)
+    with pytest.raises(ValueError, match=f"model.layers.1.{name} is .* in this model"):
+        CompiledStep(model, SlidingCache(model.config, 1, 3, 8))
+
+
+class KeepsTheOldest(SlidingCache):
+    """Another rule of eviction, in the one method that says it: the newest of a full window goes."""
+    def next_slot(self, plan, window):
+        slot = super().next_slot(plan, window)
+        return slot if window is None else torch.minimum(plan.positions, plan.prefix_len[:, None] + window - 1)
+
+
+class ForgetsTheOldest(SlidingCache):
+    """And in one that C does not call: the slots behind the prefix hold nothing once the window is full."""
+    def append(self, plan, layer, k, v):
+        keys, values, n = super().append(plan, layer, k, v)
+        window = self.windows[layer]
+        return keys, values, n if window is None else torch.where(plan.end > plan.prefix_len + window, plan.prefix_len + 1, n)
+
+
+@pytest.mark.parametrize("rope", ["continue", "reset"])
+def test_another_rule_of_eviction_is_right_or_refused(rope):
+    model = fast_gpt()
+    compare(CompiledStep, model, lambda: filled(model, 2, [3, 4], [8, None, 30], [20, 5], KeepsTheOldest), rope, [2] * 9, 1e-5)
+    with pytest.raises(ValueError, match="compile=False"):
+        CompiledStep(model, filled(model, 2, [3, 4], [8, None, 30], [20, 5], ForgetsTheOldest), rope)
+
+
+def test_generate_refuses_or_is_right(monkeypatch):
+    model, how = fast_gpt(), dict(window=4, temperature=1.0)
+    plain = generate(model, [[1, 2, 3]], 30, **how)[0].tokens
+    assert generate(model, [[1, 2, 3]], 30, compile=True, **how)[0].tokens == plain
+    CHANGES["value residual"](monkeypatch, model)
+    assert generate(model, [[1, 2, 3]], 30, **how)[0].tokens != plain
+    for fast_one in (dict(compile=True), dict(int8=True)):
+        with pytest.raises(ValueError, match="compile=False"):
+            generate(model, [[1, 2, 3]], 30, **fast_one, **how)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_unchanged_models_pass(data):
+    """Weights of ordinary and of wild sizes, in every dtype: rounding alone refuses nothing."""
+    family = FAMILIES[data.draw(st.sampled_from(["llama", "qwen3", "odd sizes"]))]
+    dtype, int8 = data.draw(st.sampled_from([(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)]))
+    model, std = fast_gpt(**family, n_layer=data.draw(st.integers(1, 6))), data.draw(st.sampled_from([0.02, 0.1, 0.25, 0.5]))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(std=std) if p.dim() == 2 else p.uniform_(0.5, 1.5)
+    model = model.to(dtype)
+    windows = data.draw(st.lists(st.sampled_from([1, 2, 3, 600, None]), min_size=model.config.n_layer, max_size=model.config.n_layer))
+    cache = SlidingCache(model.config, 1, 3, windows, max_len=50, dtype=dtype)
+    CompiledStep(model, cache, data.draw(st.sampled_from(["continue", "reset"])), int8)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -248,7 +387,7 @@ def test_one_compilation_for_all_shapes_that_differ_in_rows_window_and_prefix(mo
 
 class TracedStep(GraphStep):
     def capture(self, step):
-        state = [self.cache.length, *self.cache.held.values()]
+        state = self.cache.state
         before = [t.clone() for t in state]
         graph = make_fx(step)()                                                       # which runs the step, other than CUDA's
         for t, old in zip(state, before, strict=True):
@@ -264,13 +403,30 @@ class TracedStep(GraphStep):
 
 
 @pytest.mark.parametrize("rope", ["continue", "reset"])
-@pytest.mark.parametrize("more", [{}, dict(evict="random")], ids=["oldest", "random"])
+@pytest.mark.parametrize("more", [{}, dict(cache_class=RandomEvictionCache)], ids=["oldest", "random"])
 def test_a_recorded_step_can_be_replayed_at_any_position(rope, more, monkeypatch):
     # this one looks at values only where that is no synchronisation, on a CPU
     monkeypatch.setattr(attn_kernel, "_per_row", lambda value, q, *rest: torch.as_tensor(value).reshape(-1))
     model = fast_gpt(dtype=torch.float64)
     windows = 8 if more else [8, None, 30]
     compare(TracedStep, model, lambda: filled(model, 3, [3, 7, 0], windows, [3, 15, 40], **more), rope, [3, 3, 2, 3, 2, 1, 3] * 4, 1e-9)
+
+
+def test_a_recorded_step_that_would_repeat_old_numbers_is_refused(monkeypatch):
+    """What Python computes is recorded as a constant."""
+    monkeypatch.setattr(attn_kernel, "_per_row", lambda value, q, *rest: torch.as_tensor(value).reshape(-1))
+    model, calls = fast_gpt(), []
+
+    def counted(self, q, k, v):
+        calls.append(1)
+        return q * (1 + len(calls) % 7), k, v
+    cache = SlidingCache(model.config, 1, 3, 8)
+    TracedStep(model, cache)
+    in_attention(value_residual)(monkeypatch, model)                                  # this one it records
+    TracedStep(model, cache)
+    in_attention(counted)(monkeypatch, model)
+    with pytest.raises(ValueError, match="TracedStep are off by .*compile=False"):
+        TracedStep(model, cache)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
