@@ -78,11 +78,12 @@ import numpy as np
 import lab.figures as figures
 from checkpoint import MODEL_FILES, fingerprint, local_folder, read_json, replacing
 from device import device_and_dtype
-from engine import POLICIES, Thinking, generate
+from engine import POLICIES, generate, hashed
 from lab.bench import print_table, rounded
 from model import GPT, GPTConfig
-from sliding_cache import hashed, layer_windows, row_bytes
+from sliding_cache import layer_windows, row_bytes
 from tasks import load_task, prompt_ids, text_of
+from thinking import Thinking
 from tokenizer import load_tokenizer
 
 

@@ -98,9 +98,9 @@ import torch
 import training
 from checkpoint import local_folder
 from device import device_and_dtype, free_bytes, peak_bytes
-from engine import Completion, generate
+from engine import Completion, generate, hashed
 from model import GPT
-from sliding_cache import SlidingCache, hashed, layer_windows, row_bytes
+from sliding_cache import SlidingCache, layer_windows, row_bytes
 from tasks import ask_for_length, between, check_reward, load_task, prompt_ids, reward_parts, text_of
 from tokenizer import TOKENIZER_FILES, load_tokenizer
 

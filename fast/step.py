@@ -26,6 +26,7 @@ from pathlib import Path
 import torch
 
 from attention import upcast
+from engine import plain_step
 
 CHUNK = 512  # slots per task of the attention in fast/step.c
 MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -64,11 +65,6 @@ def compiled_step(**sizes):
     step.argtypes = [POINTER] * 4 + [Matrix] + [POINTER] * 4 + [ctypes.c_int] * 3 + [ctypes.c_float] * 2
     step.restype = None
     return step
-
-
-def plain_step(model, cache, rope="continue"):
-    """The step that the others replace."""
-    return lambda idx, rows=slice(None): model.lm_head(model.features(idx, rope=rope, cache=cache, rows=rows)[:, 0])
 
 
 def quantize(weight):

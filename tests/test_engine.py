@@ -8,9 +8,10 @@ from hypothesis import given, settings, strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from util import tiny_gpt
 
-from engine import Thinking, generate, sample
+from engine import generate, mix, sample, uniform
 from model import rotate
-from sliding_cache import SlidingCache, mix, uniform
+from sliding_cache import SlidingCache
+from thinking import Thinking
 
 
 def tokens(seed, *shape):
@@ -177,7 +178,9 @@ def test_greedy_equals_the_naive_loop(rope, window, prefix_len):
 @pytest.mark.parametrize("rope", ["continue", "reset"])
 def test_a_row_alone_beside_others_and_admitted_late(rope, evict):
     model, lengths = tiny_gpt(), [30, 5, 22, 41, 1, 17]
-    how = dict(window=5, rope=rope, evict=evict, temperature=1.0, top_p=0.9, top_k=20)
+    how = dict(window=5, rope=rope, temperature=1.0, top_p=0.9, top_k=20)
+    if evict == "random":
+        how["cache_class"] = pytest.importorskip("forks.random_eviction").RandomEvictionCache
     together = generate(model, PROMPTS, lengths, seed=[7] * 6, **how)
     assert [len(c.tokens) for c in together] == lengths
     assert [c.tokens for c in generate(model, PROMPTS, lengths, seed=[7] * 6, rows=2, **how)] == [c.tokens for c in together]
@@ -319,16 +322,16 @@ def test_thinking_budget():
     how = dict(window=6, temperature=1.5, top_p=1.0)
     for seed in range(15):
         free = generate(model, [prompt], 80, seed=seed, **how)[0]
-        c = generate(model, [prompt], 80, seed=seed, thinking=Thinking(END, BEGIN, maximum=10), **how)[0]
+        c = generate(model, [prompt], 80, seed=seed, choose=Thinking(END, BEGIN, maximum=10), **how)[0]
         assert len(thinking_part(c)) <= 10 and c.tokens[: len(thinking_part(free))][:10] == free.tokens[: len(thinking_part(free))][:10]
         if len(thinking_part(free)) > 10:
             assert c.tokens[10] == END and c.sampled[:11] == [True] * 10 + [False]
-        c = generate(model, [prompt], 80, seed=seed, thinking=Thinking(END, BEGIN, minimum=40, wait_ids=WAIT), **how)[0]
+        c = generate(model, [prompt], 80, seed=seed, choose=Thinking(END, BEGIN, minimum=40, wait_ids=WAIT), **how)[0]
         part = thinking_part(c)
         forced = [i for i, s in enumerate(c.sampled) if not s]
         assert len(part) >= 40 and [c.tokens[i] for i in forced] == list(WAIT) * (len(forced) // 2)
         assert bool(forced) == (len(thinking_part(free)) < 40)
-        unlimited = generate(model, [prompt], 80, seed=seed, thinking=Thinking(END, BEGIN, maximum=-1), **how)[0]
+        unlimited = generate(model, [prompt], 80, seed=seed, choose=Thinking(END, BEGIN, maximum=-1), **how)[0]
         assert unlimited.tokens == free.tokens and all(unlimited.sampled)
 
 
@@ -337,7 +340,7 @@ def test_a_wait_does_not_overrun_the_maximum():
     seen = 0
     for seed in range(20):
         budget = Thinking(END, BEGIN, minimum=5, maximum=6, wait_ids=tuple(range(1, 21)))
-        c = generate(model, [prompt], 30, seed=seed, window=6, temperature=2.0, top_p=1.0, thinking=budget)[0]
+        c = generate(model, [prompt], 30, seed=seed, window=6, temperature=2.0, top_p=1.0, choose=budget)[0]
         assert len(thinking_part(c)) in (5, 6)
         assert c.sampled[c.tokens.index(END) + 1]  # what is left of the wait does not come behind the end
         seen += not all(c.sampled[:5])
@@ -351,7 +354,7 @@ def test_thinking_that_begins_in_the_completion_or_is_over_in_the_prompt():
         seen = 0
         for seed in range(12):
             free = generate(model, [prompt], 60, seed=seed, **how)[0].tokens
-            c = generate(model, [prompt], 60, seed=seed, thinking=Thinking(END, BEGIN, maximum=0), **how)[0]
+            c = generate(model, [prompt], 60, seed=seed, choose=Thinking(END, BEGIN, maximum=0), **how)[0]
             if BEGIN in free[:-1]:  # from here on every thought is cut at once
                 at = free.index(BEGIN)
                 assert c.tokens[: at + 2] == free[: at + 1] + [END]
@@ -359,7 +362,7 @@ def test_thinking_that_begins_in_the_completion_or_is_over_in_the_prompt():
             else:
                 assert c.tokens == free  # no thinking, nothing forced
         assert seen > 1
-    c = generate(model, [PROMPTS[0]], 60, thinking=Thinking(END, None, maximum=4), **how)[0]
+    c = generate(model, [PROMPTS[0]], 60, choose=Thinking(END, None, maximum=4), **how)[0]
     assert c.tokens[4] == END or END in c.tokens[:4]  # no start token: it thinks from the beginning
 
 
@@ -376,7 +379,7 @@ def test_thinking_with_end_tokens_before_the_minimum():
             temperature=1.5,
             top_p=1.0,
             stop_ids=list(range(30)),
-            thinking=Thinking(END, BEGIN, minimum=25, wait_ids=(40,)),
+            choose=Thinking(END, BEGIN, minimum=25, wait_ids=(40,), stop_ids=range(30)),
         )[0]
         assert len(c.tokens) >= 25 and all(t >= 30 for t in c.tokens[:25]) and False in c.sampled
 
@@ -406,11 +409,10 @@ def test_thinking_with_end_tokens_before_the_minimum():
         (dict(top_p=1.1), "top_p=1.1"),
         (dict(rows=0), "rows=0"),
         (dict(rope="none"), "rope='none'"),
-        (dict(evict="none"), "evict='none'"),
         (dict(n_vocab=0), "n_vocab=0"),
         (dict(stop_strings=["x"]), "stop_strings"),
         (dict(stop_strings=[""], decode=str), "stop_strings"),
-        (dict(stop_strings=[5], decode=str), r"stop_strings=\(5,\)"),
+        (dict(stop_strings=[5], decode=str), r"stop_strings=\[5\]"),
     ],
 )
 def test_wrong_arguments_are_named(change, message):

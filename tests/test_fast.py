@@ -14,10 +14,11 @@ from util import tiny_gpt
 
 import attn_kernel
 import fast.step as fast
-from engine import Thinking, generate
+from engine import generate
 from fast.step import CompiledStep, GraphStep
 from model import GPT
 from sliding_cache import SlidingCache
+from thinking import Thinking
 
 SHAPES = dict(n_embd=64, head_dim=16, n_inner=96, n_head=4, n_kv_head=2)
 
@@ -178,7 +179,7 @@ def test_generate_draws_the_same_tokens(how):
     assert [c.tokens for c in a] == [c.tokens for c in b] and len({len(c.tokens) for c in a}) > 2
     for x, y in zip(a, b, strict=True):
         assert x.logprobs == pytest.approx(y.logprobs, abs=2e-4)
-    assert generate(model, prompts[:1], 5, compile=True, thinking=Thinking(end_id=2, maximum=2))[0].tokens[2] == 2
+    assert generate(model, prompts[:1], 5, compile=True, choose=Thinking(end_id=2, maximum=2))[0].tokens[2] == 2
 
 
 def test_subnormal_numbers_survive():
