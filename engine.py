@@ -80,8 +80,8 @@ class Sampling:
             raise ValueError(f"stop_ids={self.stop_ids!r}: a list of token ids")
         if not all(isinstance(text, str) and text for text in self.stop_strings):
             raise ValueError(f"stop_strings={self.stop_strings!r}: strings, and not empty")
-        if self.stop_strings and self.decode is None:
-            raise ValueError(f"stop_strings={self.stop_strings!r}: decode must be given, too")
+        if self.stop_strings and not self.decode:
+            raise ValueError(f"stop_strings={self.stop_strings!r}: need decode, too")
 
     def ends(self, tokens):
         """Whether a sequence is over with the last of its tokens."""
@@ -101,13 +101,13 @@ class Sequence:
     completion: Completion    # grows by a token per step
     prefix_len: int           # tokens kept for good
     min_new: int              # tokens before an end token may be drawn
-    max_len: int              # tokens, prompt included, with which it is over
+    max_len: int              # tokens, those of the prompt included, with which it is over
     stream: int               # which uniform numbers it draws
     choose: Callable          # has the last word on each of its tokens
 
 
 def as_drawn(prompt):
-    """What generate takes as `choose` when every token is to stay what was drawn."""
+    """What generate takes for `choose` when every token is to stay what was drawn."""
     return lambda token: (token, False)
 
 
@@ -137,15 +137,15 @@ def generate(model, prompts, max_new_tokens, *, min_new_tokens=0, prefix_len=Non
     check_prompts(prompts, model.config.vocab_size)
     sequences = new_sequences(prompts, max_new_tokens, min_new_tokens, prefix_len, seed, choose)
     cache = new_cache(cache_class, model, sequences, window, rows)
-    step = plain_step(model, cache, rope)
+    step = read = plain_step(model, cache, rope)
     if compile or int8:
         from fast.step import fast_step
         step = fast_step(model, cache, rope, int8)
     compiled_s = step.compile_s    # later on a step may compile for each new number of rows
     stats = {} if stats is None else stats
-    stats.update(cache_bytes=cache.nbytes, rows=cache.batch_size, prefills=0)
-    stats.update(prefill_s=0.0, decode_steps=0, decode_s=0.0)
-    prefill = SharedPrefill(model, cache, rope, stats)
+    stats.update(cache_bytes=cache.nbytes, rows=cache.batch_size, prefills=0, decode_steps=0,
+                 prefill_s=0.0, decode_s=0.0)
+    prefill = SharedPrefill(read, cache, stats)
     queue = deque(sequences)
 
     def admit(row):
@@ -208,8 +208,8 @@ def accept(sequences, logits, sampling, on_token):
     for sequence, (token, forced), logprob in zip(sequences, choices, logprobs.tolist(), strict=True):
         i, done = sequence.index, sequence.completion
         if math.isnan(logprob):
-            n = len(done.tokens)
-            raise ValueError(f"prompt {i}: the model's logits are not finite behind {n} new tokens")
+            raise ValueError(
+                f"prompt {i}: the model's logits are not finite behind {len(done.tokens)} new tokens")
         done.tokens.append(token)
         done.logprobs.append(logprob)
         done.sampled.append(not forced)
@@ -249,10 +249,10 @@ def sample(logits, u, temperature, top_k, top_p):
 
 
 def plain_step(model, cache, rope="continue"):
-    """The step of decoding that fast/step.py can replace: step(idx (rows, 1), rows) appends a token to each
-    of these rows of the cache. -> the logits (rows, vocab_size) behind it"""
+    """What reads tokens: step(idx (rows, T), rows) appends them to these rows of the cache and returns the
+    logits (rows, vocab_size) behind the last of them. For T = 1 fast/step.py has faster ones."""
     def step(idx, rows=slice(None)):
-        return model.lm_head(model.features(idx, rope=rope, cache=cache, rows=rows)[:, 0])
+        return model.lm_head(model.features(idx, rope=rope, cache=cache, rows=rows)[:, -1])
     step.compile_s = 0.0
     return step
 
@@ -260,24 +260,23 @@ def plain_step(model, cache, rope="continue"):
 class SharedPrefill:
     """Puts prompts into rows of a cache. One that a row still holds is copied from there, not read again."""
 
-    def __init__(self, model, cache, rope, stats):
-        self.model, self.cache, self.rope, self.stats = model, cache, rope, stats
+    def __init__(self, read, cache, stats):
+        self.read, self.cache, self.stats = read, cache, stats
         self.filled = {}    # row: what it was last filled with, and the logits behind that
 
     def __call__(self, row, sequence):
         """-> logits (1, vocab_size) for the first new token of the sequence, which now has this row"""
         prompt = sequence.completion.prompt
         key = (prompt, sequence.prefix_len)    # with another prefix it would go on to keep other tokens
-        for sibling, (other, logits) in self.filled.items():
+        for sibling, (other, known) in self.filled.items():
             if other == key and self.cache.holds_first(sibling, len(prompt)):
                 self.cache.copy(sibling, row, len(prompt))
+                logits = known
                 break
         else:
             self.stats["prefills"] += 1
             self.cache.reset(row, min(sequence.prefix_len, self.cache.max_prefix))
-            idx = torch.tensor([prompt], device=self.cache.length.device)    # (1, T)
-            x = self.model.features(idx, rope=self.rope, cache=self.cache, rows=[row])
-            logits = self.model.lm_head(x[:, -1])
+            logits = self.read(torch.tensor([prompt], device=self.cache.length.device), [row])
         self.cache.streams[row] = sequence.stream
         self.filled[row] = (key, logits)
         return logits
@@ -289,9 +288,9 @@ def check_prompts(prompts, vocab_size):
             raise ValueError(f"prompt {i} is no list of token ids but {str(prompt)[:60]!r}")
         if not prompt:
             raise ValueError(f"prompt {i} is empty: sampling needs at least one token to begin with")
-        low, high, last = min(prompt), max(prompt), vocab_size - 1
-        if low < 0 or high > last:
-            raise ValueError(f"prompt {i} has token ids from {low} to {high}, the model knows 0 to {last}")
+        low, high = min(prompt), max(prompt)
+        if low < 0 or high >= vocab_size:
+            raise ValueError(f"prompt {i} has ids from {low} to {high}, the model has 0 to {vocab_size - 1}")
 
 
 def per_prompt(value, n, name):
@@ -305,19 +304,20 @@ def per_prompt(value, n, name):
 def new_sequences(prompts, max_new_tokens, min_new_tokens, prefix_len, seed, choose):
     """A Sequence for each prompt."""
     n = len(prompts)
+    whole = [len(prompt) for prompt in prompts]
+    prefixes = per_prompt(whole if prefix_len is None else prefix_len, n, "prefix_len")
     most = per_prompt(max_new_tokens, n, "max_new_tokens")
     least = per_prompt(min_new_tokens, n, "min_new_tokens")
-    prefixes = [len(prompt) for prompt in prompts]
-    if prefix_len is not None:
-        prefixes = per_prompt(prefix_len, n, "prefix_len")
-    seeds = [(s + 2**63) % 2**64 - 2**63 for s in per_prompt(seed, n, "seed")]    # any int, as one of 64 bits
-    streams = mix(torch.tensor(seeds), 0 if hasattr(seed, "__len__") else torch.arange(n)).tolist()
     if min(most) < 1:
         raise ValueError(f"max_new_tokens={min(most)}: at least 1")
+    seeds = [(s + 2**63) % 2**64 - 2**63 for s in per_prompt(seed, n, "seed")]    # any int, as one of 64 bits
+    streams = mix(torch.tensor(seeds), 0 if hasattr(seed, "__len__") else torch.arange(n)).tolist()
     sequences = []
     for i, prompt in enumerate(prompts):
-        completion, max_len = Completion(list(prompt)), len(prompt) + most[i]
-        sequences.append(Sequence(i, completion, prefixes[i], least[i], max_len, streams[i], choose(prompt)))
+        completion = Completion(list(prompt))
+        max_len = len(prompt) + most[i]
+        sequence = Sequence(i, completion, prefixes[i], least[i], max_len, streams[i], choose(prompt))
+        sequences.append(sequence)
     return sequences
 
 
@@ -326,7 +326,7 @@ def new_cache(cache_class, model, sequences, window, rows):
     memory and change nothing, so it is cut."""
     config, weight = model.config, model.lm_head.weight
     max_len = max(s.max_len for s in sequences)
-    max_prefix = min(max(s.prefix_len for s in sequences), max_len)
+    max_prefix = min(max_len, max(s.prefix_len for s in sequences))
     max_window = max(1, max(s.max_len - s.prefix_len for s in sequences))
     windows = [w and min(w, max_window) for w in layer_windows(config, window)]
     if rows is None:
@@ -335,8 +335,8 @@ def new_cache(cache_class, model, sequences, window, rows):
     if rows < 1:
         raise ValueError(f"rows={rows}: None (as many as fit) or at least 1")
     rows = min(rows, len(sequences))
-    like = dict(dtype=weight.dtype, device=weight.device)
-    return cache_class(config, rows, max_prefix, windows, max_len=max_len, **like)
+    return cache_class(config, rows, max_prefix, windows,
+                       max_len=max_len, dtype=weight.dtype, device=weight.device)
 
 
 def uniform(stream, *counters):

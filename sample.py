@@ -10,11 +10,11 @@ Samples run side by side but are shown one after the other: the first as it come
 """
 init_from = "data/smollm2"        # a Hugging Face folder, or a hub name such as Qwen/Qwen3-1.7B
 start = "Tell me a long story about a lighthouse keeper who finds a map."  # or FILE:path to read the prompt
-chat = True                       # True: start is a user message in the model's chat template; False: raw text
+chat = True                       # True: start is a user message for the model's chat template; False: a text
 system = ""                       # system message for the chat template, "" = none
 template_args = {}                # further arguments of the chat template, such as {"enable_thinking": False}
 policy = "prefix_sliding"         # prefix_sliding | full | sliding | streaming
-window: int | list | None = 4096  # tokens, with the current one; None = full attention; a list has one per layer
+window: int | list | None = 4096  # tokens, with the current one; None = full attention; a list: one per layer
 prefix_len: int | None = None     # tokens kept for good; None = the whole prompt; sliding: 0, streaming: 4
 rope = "continue"                 # continue: absolute positions | reset (streaming): no gap behind the prefix
 num_samples = 1                   # completions of the same prompt
@@ -61,9 +61,8 @@ def main():
     # load
     tokenizer = load_tokenizer(init_from)
     prompt = encode_prompt(tokenizer)
-    printer = Printer(tokenizer, prompt, num_samples, max_new_tokens, stop, echo=not chat)
-    if show:
-        printer = Picture(tokenizer, prompt, num_samples, max_new_tokens, stop, **memory)
+    printer_class = Picture if show else Printer
+    printer = printer_class(tokenizer, prompt, num_samples, max_new_tokens, stop, not chat, memory)
     torch_device, torch_dtype = device_and_dtype(device, dtype)
     model = GPT.from_pretrained(init_from, dtype=torch_dtype, device=torch_device)
 
@@ -79,27 +78,22 @@ def main():
     # print what it took
     lengths = [len(completion.tokens) for completion in done]
     n_tokens, longest = sum(lengths), len(prompt) + max(lengths)
-    full_attention = [None] * model.config.n_layer
-    full_bytes = stats["rows"] * row_bytes(model.config, full_attention, 0, longest, torch_dtype)
+    speed = (n_tokens - num_samples) / max(stats["decode_s"], 1e-9)    # the first ones come from the prefill
+    full = row_bytes(model.config, [None] * model.config.n_layer, 0, longest, torch_dtype) * stats["rows"]
     peak, kind_of_memory = peak_bytes(torch_device)
-    speed = 0.0
-    if stats["decode_s"]:
-        speed = (n_tokens - num_samples) / stats["decode_s"]    # the first tokens come from the prefill
     print(f"{num_samples} x {n_tokens / num_samples:,.0f} tokens, {speed:.1f} tokens/s   "
           f"behind a prompt of {len(prompt)} tokens, read in {stats['prefill_s']:.2f} s")
-    cache_bytes = stats["cache_bytes"]
-    print(f"cache           {cache_bytes / 1e6:10,.1f} MB   policy {policy}, window {memory['window']}")
-    print(f"full attention  {full_bytes / 1e6:10,.1f} MB   would hold all {longest:,} tokens, and grow")
+    print(f"cache           {stats['cache_bytes'] / 1e6:10,.1f} MB   "
+          f"policy {policy}, window {memory['window']}")
+    print(f"full attention  {full / 1e6:10,.1f} MB   would hold all {longest:,} tokens, and grow")
     print(f"peak memory     {peak / 1e6:10,.1f} MB   {kind_of_memory}, weights included")
+    results = {key: round(value, 3) for key, value in stats.items()}
     print(json.dumps(dict(
         tokens=n_tokens,
         tokens_per_s=round(speed, 2),
-        prefill_s=round(stats["prefill_s"], 3),
-        decode_s=round(stats["decode_s"], 3),
-        compile_s=round(stats["compile_s"], 3),
+        **results,
         prompt_tokens=len(prompt),
-        cache_bytes=cache_bytes,
-        full_attention_bytes=full_bytes,
+        full_attention_bytes=full,
         peak_memory_bytes=peak,
         policy=policy,
         window=memory["window"],
@@ -122,15 +116,11 @@ def encode_prompt(tokenizer):
 
 
 def thinking_budget(tokenizer):
-    """What generate() calls on each choice: min_think and max_think, or nothing at all."""
+    """What has the last word on each token: min_think and max_think, or nothing at all."""
     if min_think == 0 and max_think == -1:
         return as_drawn
-    end = tokenizer.token_id("</think>")
-    if end is None:
-        raise ValueError(f"min_think and max_think need a </think> token, which {init_from} does not have")
-    return Thinking(
-        end, tokenizer.token_id("<think>"), minimum=min_think, maximum=max_think,
-        wait_ids=tuple(tokenizer.encode(wait_text)), stop_ids=tokenizer.eos_ids)
+    end, begin = tokenizer.token_id("</think>"), tokenizer.token_id("<think>")
+    return Thinking(end, begin, min_think, max_think, tokenizer.encode(wait_text), tokenizer.eos_ids)
 
 
 if __name__ == "__main__":

@@ -25,13 +25,15 @@ class Shown:
 class Printer:
     """Prints samples one after the other: the first as it comes, the next when that is done.
 
-    on_token is for generate(). stop: strings that end a sample, not shown. echo: print the prompt, too."""
+    on_token is for generate(). stop: strings that end a sample, not shown. echo: print the prompt, too.
+    memory: the window, prefix_len, ... that generate() is given."""
 
-    def __init__(self, tokenizer, prompt, num_samples, max_new_tokens, stop, echo):
+    def __init__(self, tokenizer, prompt, num_samples, max_new_tokens, stop, echo, memory):
         stream = TextStream(tokenizer)
         self.prompt = [stream.push(token) for token in prompt]
         self.samples = [Shown(TextStream(tokenizer, tuple(stop))) for _ in range(num_samples)]
-        self.eos_ids, self.max_new_tokens, self.echo = tokenizer.eos_ids, max_new_tokens, echo
+        self.eos_ids, self.max_new_tokens = tokenizer.eos_ids, max_new_tokens
+        self.echo, self.memory = echo, memory
         self.current = 0    # the sample that is being shown
         self.printed = 0    # tokens of it that have been
 
@@ -66,15 +68,14 @@ class Printer:
 
 class Picture(Printer):
     """Draws the terminal anew at every token, because what was printed long ago has to be dimmed.
+    Raises ValueError where there is no terminal, or no one window to show."""
 
-    window, prefix_len, others: what generate() is given. Raises ValueError where nothing can be drawn."""
-
-    def __init__(self, tokenizer, prompt, num_samples, max_new_tokens, stop, window, prefix_len, **others):
-        if not sys.stdout.isatty() or isinstance(window, list) or "cache_class" in others:
+    def __init__(self, tokenizer, prompt, *others):
+        super().__init__(tokenizer, prompt, *others)
+        self.window = self.memory["window"]
+        self.prefix_len = len(prompt) if self.memory["prefix_len"] is None else self.memory["prefix_len"]
+        if not sys.stdout.isatty() or isinstance(self.window, list) or "cache_class" in self.memory:
             raise ValueError("show=True needs a terminal, one window for all layers, and the usual eviction")
-        super().__init__(tokenizer, prompt, num_samples, max_new_tokens, stop, echo=False)
-        self.window = window
-        self.prefix_len = len(prompt) if prefix_len is None else prefix_len
 
     def draw(self, sample):
         """Fill the terminal: the prompt, as much of the end of the text as fits, and a line of numbers."""

@@ -28,12 +28,14 @@ class Thinking:
     stop_ids: tuple = ()
 
     def __post_init__(self):
+        if self.end_id is None:
+            raise ValueError("limits for thinking need a </think> token, and the tokenizer has none")
         if self.minimum < 0:
             raise ValueError(f"at least {self.minimum} thinking tokens: 0 or more")
         if self.minimum > 0 and not self.wait_ids:
             raise ValueError(f"at least {self.minimum} thinking tokens: wait_ids must say what comes instead")
         if self.maximum < -1 or 0 <= self.maximum < self.minimum:
-            raise ValueError(f"at most {self.maximum} thinking tokens: -1 (no limit) or at least {self.minimum}")
+            raise ValueError(f"at most {self.maximum} thinking tokens: -1 for no limit, or >= {self.minimum}")
 
     def open_in(self, prompt):
         """Whether a completion of this prompt begins inside the thinking."""

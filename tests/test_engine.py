@@ -384,11 +384,52 @@ def test_thinking_with_end_tokens_before_the_minimum():
         assert len(c.tokens) >= 25 and all(t >= 30 for t in c.tokens[:25]) and False in c.sampled
 
 
+def test_a_budget_counts_for_each_sequence_by_itself():
+    """One Thinking for all the sequences of a call, through fewer rows, and for the next call: as if each were alone."""
+    model, budget = tiny_gpt(), Thinking(END, None, minimum=4, maximum=9, wait_ids=WAIT)
+    how = dict(window=6, temperature=1.5, top_p=1.0, choose=budget)
+    for rows in (2, 6):
+        done = generate(model, PROMPTS, 25, seed=range(6), rows=rows, **how)
+        assert any(not all(c.sampled) for c in done)
+        for seed, (prompt, c) in enumerate(zip(PROMPTS, done, strict=True)):
+            alone = generate(model, [prompt], 25, seed=[seed], **how)[0]
+            assert c.tokens == alone.tokens and c.sampled == alone.sampled
+
+
+def test_a_tool_forces_what_it_has_to_say():
+    """choose as a tool: behind every call (any token below 20) come two tokens of output, which depend on the prompt."""
+    def tool(prompt):
+        output = []
+
+        def choose(token):
+            if output:
+                return output.pop(), True
+            if token < 20:
+                output.extend([prompt[0], 60])
+            return token, False
+
+        return choose
+
+    for c in generate(tiny_gpt(), PROMPTS, 40, window=5, rows=4, temperature=1.0, choose=tool):
+        calls = [i for i, (token, sampled) in enumerate(zip(c.tokens, c.sampled, strict=True)) if sampled and token < 20]
+        assert calls and c.sampled.count(False) >= 2 * len(calls) - 2
+        for i in calls:
+            assert c.tokens[i + 1 : i + 3] == [60, c.prompt[0]][: 40 - i - 1] and not any(c.sampled[i + 1 : i + 3])
+
+
+def test_random_eviction_is_a_class_of_its_own():
+    """Another cache, and nothing else changes; it has a stream for each row to draw from."""
+    fork = pytest.importorskip("forks.random_eviction")
+    how = dict(window=4, temperature=0, seed=5)
+    a, b = (generate(tiny_gpt(), [PROMPTS[1]] * 2, 40, cache_class=c, **how) for c in (SlidingCache, fork.RandomEvictionCache))
+    assert a[0].tokens == a[1].tokens and len({tuple(c.tokens) for c in (*a, *b)}) == 3
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
         (dict(prompts=[[1], []]), "prompt 1 is empty"),
-        (dict(prompts=[[1, 61]]), "ids from 1 to 61, the model knows 0 to 60"),
+        (dict(prompts=[[1, 61]]), "ids from 1 to 61, the model has 0 to 60"),
         (dict(prompts=[[-1]]), "ids from -1"),
         (dict(prompts=[1, 2]), "prompt 0 is no list of token ids but '1'"),
         (dict(prompts=["ab"]), "prompt 0 is no list of token ids but 'ab'"),
@@ -418,6 +459,8 @@ def test_thinking_with_end_tokens_before_the_minimum():
 def test_wrong_arguments_are_named(change, message):
     with pytest.raises(ValueError, match=message):
         generate(tiny_gpt(), **(dict(prompts=[[1, 2]], max_new_tokens=3, window=3) | change))
+    with pytest.raises(TypeError, match="temprature"):
+        generate(tiny_gpt(), [[1]], 3, temprature=1.0)
     for wrong in (dict(minimum=3), dict(minimum=3, maximum=2, wait_ids=(1,)), dict(maximum=-2)):
         with pytest.raises(ValueError, match="thinking tokens"):
             Thinking(END, **wrong)
