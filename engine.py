@@ -242,10 +242,10 @@ def sample(logits, u, temperature, top_k, top_p):
         least = top.gather(-1, n_keep.clamp(min=1) - 1)    # a tiny top_p rounds to 0
         p = torch.where(p >= least, p, 0)
     cdf = p.cumsum(-1, dtype=u.dtype)    # (rows, vocab_size)
-    total = cdf[:, -1:]
-    token = (cdf <= u[:, None] * total).sum(-1)
-    last = (cdf < total).sum(-1)    # u * total may round up to total
-    return torch.minimum(token, last)
+    total = cdf[:, -1:].contiguous()
+    token = torch.searchsorted(cdf, u[:, None] * total, right=True)
+    last = torch.searchsorted(cdf, total)    # u * total may round up to total
+    return torch.minimum(token, last)[:, 0].clamp(max=p.size(-1) - 1)
 
 
 def plain_step(model, cache, rope="continue"):
