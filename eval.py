@@ -89,10 +89,11 @@ import torch
 
 from checkpoint import MODEL_FILES, fingerprint, local_folder, read_config, read_json, replacing
 from device import device_and_dtype
-from engine import POLICIES, Thinking, generate, hashed
+from engine import POLICIES, generate, hashed
 from model import GPT, GPTConfig
 from sliding_cache import layer_windows, row_bytes
 from tasks import load_task, prompt_ids, text_of
+from thinking import Thinking
 from tokenizer import load_tokenizer
 
 # ----------------------------------------------------------------------------------------------------------

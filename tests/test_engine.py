@@ -8,10 +8,10 @@ from hypothesis import given, settings, strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from util import tiny_gpt
 
-from engine import Thinking, generate, mix, sample, uniform
-from forks.random_eviction import RandomEvictionCache
+from engine import generate, mix, sample, uniform
 from model import rotate
 from sliding_cache import SlidingCache
+from thinking import Thinking
 
 
 def tokens(seed, *shape):
@@ -174,11 +174,13 @@ def test_greedy_equals_the_naive_loop(rope, window, prefix_len):
             assert done.prompt == prompt and done.finish_reason == "length" and done.sampled == [True] * 25
 
 
-@pytest.mark.parametrize("cache_class", [SlidingCache, RandomEvictionCache])
+@pytest.mark.parametrize("evict", ["oldest", "random"])
 @pytest.mark.parametrize("rope", ["continue", "reset"])
-def test_a_row_alone_beside_others_and_admitted_late(rope, cache_class):
+def test_a_row_alone_beside_others_and_admitted_late(rope, evict):
     model, lengths = tiny_gpt(), [30, 5, 22, 41, 1, 17]
-    how = dict(window=5, rope=rope, cache_class=cache_class, temperature=1.0, top_p=0.9, top_k=20)
+    how = dict(window=5, rope=rope, temperature=1.0, top_p=0.9, top_k=20)
+    if evict == "random":
+        how["cache_class"] = pytest.importorskip("forks.random_eviction").RandomEvictionCache
     together = generate(model, PROMPTS, lengths, seed=[7] * 6, **how)
     assert [len(c.tokens) for c in together] == lengths
     assert [c.tokens for c in generate(model, PROMPTS, lengths, seed=[7] * 6, rows=2, **how)] == [c.tokens for c in together]
@@ -320,16 +322,16 @@ def test_thinking_budget():
     how = dict(window=6, temperature=1.5, top_p=1.0)
     for seed in range(15):
         free = generate(model, [prompt], 80, seed=seed, **how)[0]
-        c = generate(model, [prompt], 80, seed=seed, thinking=Thinking(END, BEGIN, maximum=10), **how)[0]
+        c = generate(model, [prompt], 80, seed=seed, choose=Thinking(END, BEGIN, maximum=10), **how)[0]
         assert len(thinking_part(c)) <= 10 and c.tokens[: len(thinking_part(free))][:10] == free.tokens[: len(thinking_part(free))][:10]
         if len(thinking_part(free)) > 10:
             assert c.tokens[10] == END and c.sampled[:11] == [True] * 10 + [False]
-        c = generate(model, [prompt], 80, seed=seed, thinking=Thinking(END, BEGIN, minimum=40, wait_ids=WAIT), **how)[0]
+        c = generate(model, [prompt], 80, seed=seed, choose=Thinking(END, BEGIN, minimum=40, wait_ids=WAIT), **how)[0]
         part = thinking_part(c)
         forced = [i for i, s in enumerate(c.sampled) if not s]
         assert len(part) >= 40 and [c.tokens[i] for i in forced] == list(WAIT) * (len(forced) // 2)
         assert bool(forced) == (len(thinking_part(free)) < 40)
-        unlimited = generate(model, [prompt], 80, seed=seed, thinking=Thinking(END, BEGIN, maximum=-1), **how)[0]
+        unlimited = generate(model, [prompt], 80, seed=seed, choose=Thinking(END, BEGIN, maximum=-1), **how)[0]
         assert unlimited.tokens == free.tokens and all(unlimited.sampled)
 
 
@@ -338,7 +340,7 @@ def test_a_wait_does_not_overrun_the_maximum():
     seen = 0
     for seed in range(20):
         budget = Thinking(END, BEGIN, minimum=5, maximum=6, wait_ids=tuple(range(1, 21)))
-        c = generate(model, [prompt], 30, seed=seed, window=6, temperature=2.0, top_p=1.0, thinking=budget)[0]
+        c = generate(model, [prompt], 30, seed=seed, window=6, temperature=2.0, top_p=1.0, choose=budget)[0]
         assert len(thinking_part(c)) in (5, 6)
         assert c.sampled[c.tokens.index(END) + 1]  # what is left of the wait does not come behind the end
         seen += not all(c.sampled[:5])
@@ -352,7 +354,7 @@ def test_thinking_that_begins_in_the_completion_or_is_over_in_the_prompt():
         seen = 0
         for seed in range(12):
             free = generate(model, [prompt], 60, seed=seed, **how)[0].tokens
-            c = generate(model, [prompt], 60, seed=seed, thinking=Thinking(END, BEGIN, maximum=0), **how)[0]
+            c = generate(model, [prompt], 60, seed=seed, choose=Thinking(END, BEGIN, maximum=0), **how)[0]
             if BEGIN in free[:-1]:  # from here on every thought is cut at once
                 at = free.index(BEGIN)
                 assert c.tokens[: at + 2] == free[: at + 1] + [END]
@@ -360,7 +362,7 @@ def test_thinking_that_begins_in_the_completion_or_is_over_in_the_prompt():
             else:
                 assert c.tokens == free  # no thinking, nothing forced
         assert seen > 1
-    c = generate(model, [PROMPTS[0]], 60, thinking=Thinking(END, None, maximum=4), **how)[0]
+    c = generate(model, [PROMPTS[0]], 60, choose=Thinking(END, None, maximum=4), **how)[0]
     assert c.tokens[4] == END or END in c.tokens[:4]  # no start token: it thinks from the beginning
 
 
@@ -377,16 +379,57 @@ def test_thinking_with_end_tokens_before_the_minimum():
             temperature=1.5,
             top_p=1.0,
             stop_ids=list(range(30)),
-            thinking=Thinking(END, BEGIN, minimum=25, wait_ids=(40,)),
+            choose=Thinking(END, BEGIN, minimum=25, wait_ids=(40,), stop_ids=range(30)),
         )[0]
         assert len(c.tokens) >= 25 and all(t >= 30 for t in c.tokens[:25]) and False in c.sampled
+
+
+def test_a_budget_counts_for_each_sequence_by_itself():
+    """One Thinking for all the sequences of a call, through fewer rows, and for the next call: as if each were alone."""
+    model, budget = tiny_gpt(), Thinking(END, None, minimum=4, maximum=9, wait_ids=WAIT)
+    how = dict(window=6, temperature=1.5, top_p=1.0, choose=budget)
+    for rows in (2, 6):
+        done = generate(model, PROMPTS, 25, seed=range(6), rows=rows, **how)
+        assert any(not all(c.sampled) for c in done)
+        for seed, (prompt, c) in enumerate(zip(PROMPTS, done, strict=True)):
+            alone = generate(model, [prompt], 25, seed=[seed], **how)[0]
+            assert c.tokens == alone.tokens and c.sampled == alone.sampled
+
+
+def test_a_tool_forces_what_it_has_to_say():
+    """choose as a tool: behind every call (any token below 20) come two tokens of output, which depend on the prompt."""
+    def tool(prompt):
+        output = []
+
+        def choose(token):
+            if output:
+                return output.pop(), True
+            if token < 20:
+                output.extend([prompt[0], 60])
+            return token, False
+
+        return choose
+
+    for c in generate(tiny_gpt(), PROMPTS, 40, window=5, rows=4, temperature=1.0, choose=tool):
+        calls = [i for i, (token, sampled) in enumerate(zip(c.tokens, c.sampled, strict=True)) if sampled and token < 20]
+        assert calls and c.sampled.count(False) >= 2 * len(calls) - 2
+        for i in calls:
+            assert c.tokens[i + 1 : i + 3] == [60, c.prompt[0]][: 40 - i - 1] and not any(c.sampled[i + 1 : i + 3])
+
+
+def test_random_eviction_is_a_class_of_its_own():
+    """Another cache, and nothing else changes; it has a stream for each row to draw from."""
+    fork = pytest.importorskip("forks.random_eviction")
+    how = dict(window=4, temperature=0, seed=5)
+    a, b = (generate(tiny_gpt(), [PROMPTS[1]] * 2, 40, cache_class=c, **how) for c in (SlidingCache, fork.RandomEvictionCache))
+    assert a[0].tokens == a[1].tokens and len({tuple(c.tokens) for c in (*a, *b)}) == 3
 
 
 @pytest.mark.parametrize(
     "change, message",
     [
         (dict(prompts=[[1], []]), "prompt 1 is empty"),
-        (dict(prompts=[[1, 61]]), "ids from 1 to 61, the model knows 0 to 60"),
+        (dict(prompts=[[1, 61]]), "ids from 1 to 61, the model has 0 to 60"),
         (dict(prompts=[[-1]]), "ids from -1"),
         (dict(prompts=[1, 2]), "prompt 0 is no list of token ids but '1'"),
         (dict(prompts=["ab"]), "prompt 0 is no list of token ids but 'ab'"),
@@ -410,12 +453,14 @@ def test_thinking_with_end_tokens_before_the_minimum():
         (dict(n_vocab=0), "n_vocab=0"),
         (dict(stop_strings=["x"]), "stop_strings"),
         (dict(stop_strings=[""], decode=str), "stop_strings"),
-        (dict(stop_strings=[5], decode=str), r"stop_strings=\(5,\)"),
+        (dict(stop_strings=[5], decode=str), r"stop_strings=\[5\]"),
     ],
 )
 def test_wrong_arguments_are_named(change, message):
     with pytest.raises(ValueError, match=message):
         generate(tiny_gpt(), **(dict(prompts=[[1, 2]], max_new_tokens=3, window=3) | change))
+    with pytest.raises(TypeError, match="temprature"):
+        generate(tiny_gpt(), [[1]], 3, temprature=1.0)
     for wrong in (dict(minimum=3), dict(minimum=3, maximum=2, wait_ids=(1,)), dict(maximum=-2)):
         with pytest.raises(ValueError, match="thinking tokens"):
             Thinking(END, **wrong)
