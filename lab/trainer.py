@@ -107,7 +107,7 @@ def train(keys):
 
 def passes(n_steps):
     """The embedded task with traces of so many steps."""
-    return load_task(f"passes:{n_steps}-{n_steps}", held_out=True)    # py:data/passes/task.py?low=..&high=..
+    return load_task(f"py:data/passes/task.py?low={n_steps}&high={n_steps}", held_out=True)
 
 
 def traces(keys):

@@ -17,17 +17,19 @@ from conftest import ROOT
 from hypothesis import given, strategies as st
 
 import eval as evaluation
-from engine import POLICIES, generate
+from data.passes.prepare import write_tokenizer
+from engine import POLICIES, generate, hashed
 from eval import Arm, Sample, Sampler, Weights
 from lab import figures
 from model import GPT, GPTConfig
-from sliding_cache import SlidingCache, hashed
-from tasks import Problem, between, load_task, prompt_ids, write_passes_tokenizer
+from sliding_cache import SlidingCache
+from tasks import Problem, load_task, prompt_ids
 from tokenizer import load_tokenizer
 
+PASSES = "py:data/passes/task.py?low=4&high=20"
 EVERYTHING = "prefix_sliding,full,sliding,streaming,full_stop,last_k,summary"
 TIMES = {"s_per_sample", "tokens_per_s"}
-COMMAND = ["eval.py", f"--policies={EVERYTHING}", "--windows=12", "--rope=reset", "--task=passes:4-20", "--n_problems=3", "--device=cpu",
+COMMAND = ["eval.py", f"--policies={EVERYTHING}", "--windows=12", "--rope=reset", f"--task={PASSES}", "--n_problems=3", "--device=cpu",
            "--samples_per_problem=2", "--max_new_tokens=60", "--budgets=10,30", "--cue= answer", "--answer_tokens=2", "--carry_last=4",
            "--summary_prompt=", "--summary_form={}", "--summary_tokens=4", "--rows=3", "--temperature=1.0"]
 
@@ -102,7 +104,7 @@ def test_a_killed_evaluation_gives_the_same_table(untrained, tmp_path):
             time.sleep(0.002)
         process.send_signal(signal.SIGKILL)
         process.communicate()
-        samples.write_bytes(samples.read_bytes() + b'{"task": "passes:4-20", "arm": "fu')                # what a kill may leave
+        samples.write_bytes(samples.read_bytes() + b'{"task": "%s", "arm": "fu' % PASSES.encode())                # what a kill may leave
     n = samples.read_bytes().count(b"\n")
     assert 20 <= n < 42
     killed = result(*again)
@@ -181,7 +183,7 @@ def test_what_the_scorer_is_told_and_what_the_table_makes_of_it(untrained, tmp_p
     source = load_task(keys[0][7:], 3, False)
     rates = json.loads((tmp_path / "out" / "pass_rates" / "full.json").read_text(encoding="utf-8"))["rates"]
     assert rates == {str(i): sum(found["full", i, k]["score"] for k in range(3)) / 3 for i in range(6)}
-    easy = between(source, tmp_path / "out" / "pass_rates" / "full.json", sorted(rates.values())[3], 1)
+    easy = load_task(f"rated:{tmp_path / 'out' / 'pass_rates' / 'full.json'}?min_pass={sorted(rates.values())[3]}", 3)
     assert easy.size == sum(rate >= sorted(rates.values())[3] for rate in rates.values())
     tokenizer = load_tokenizer(untrained)
     assert found["full", 2, 0]["prompt_tokens"] == len(prompt_ids(source.problem(2), tokenizer))
@@ -250,7 +252,7 @@ def test_one_process_per_folder(untrained, tmp_path):
 @pytest.mark.parametrize("config", sorted(p.stem for p in (ROOT / "config").glob("eval_*.py")))
 def test_configs_evaluate_a_tiny_model_of_their_architecture(tmp_path, monkeypatch, config):
     folder = tmp_path / "model"
-    write_passes_tokenizer(folder)
+    write_tokenizer(folder)
     tokenizer = load_tokenizer(folder)
     GPT(GPTConfig(vocab_size=tokenizer.n_vocab, eos_ids=tuple(tokenizer.eos_ids), n_layer=2, n_head=4, n_kv_head=2, n_embd=32, head_dim=8,
                   n_inner=48, qk_norm=True)).save_pretrained(folder)
@@ -287,7 +289,7 @@ def test_a_misspelt_key_is_named(untrained, tmp_path):
     (dict(top_p=0.0), "top_p=0"), (dict(rows=0), "rows=0"),
 ])
 def test_wrong_inputs_are_named(untrained, tmp_path, configure, keys, says):
-    configure(**dict(init_from=str(untrained), out_dir=str(tmp_path / "out"), policies="full", windows=12, task="passes:4-20", device="cpu",
+    configure(**dict(init_from=str(untrained), out_dir=str(tmp_path / "out"), policies="full", windows=12, task=PASSES, device="cpu",
                      n_problems=1, samples_per_problem=1, max_new_tokens=60, carry_last=4, summary_prompt="", summary_form="{}") | keys)
     with pytest.raises((ValueError, FileNotFoundError), match=says):
         evaluation.main()
@@ -302,7 +304,7 @@ def passes(untrained, configure):
     configure(max_new_tokens=40, temperature=1.0, top_p=1.0, rope="reset", carry_last=4, carry_first=0, answer_tokens=2, cue=" answer",
               summary_prompt="", summary_form="{}", summary_tokens=4, rows=None)
     model, tokenizer = GPT.from_pretrained(untrained).double(), load_tokenizer(untrained)
-    prompts = [prompt_ids(load_task("passes:4-60").problem(i), tokenizer) for i in range(6)]
+    prompts = [prompt_ids(load_task("py:data/passes/task.py?low=4&high=60").problem(i), tokenizer) for i in range(6)]
     return SimpleNamespace(model=model, tokenizer=tokenizer, prompts=prompts)
 
 
@@ -341,7 +343,7 @@ def test_each_policy_is_a_call_of_the_engine(passes, configure, policy, how):
 
 
 def test_random_eviction_is_a_call_of_the_engine(passes, configure, monkeypatch):
-    fork = pytest.importorskip("forks.random_eviction")
+    import forks.random_eviction as fork
     random = dict(cache_class=fork.RandomEvictionCache)
     monkeypatch.setitem(POLICIES, "random", random)
     is_a_call_of_the_engine(passes, configure, "random", dict(prefix_len=[4] * 6, window=12, rope="reset") | random)
@@ -349,7 +351,6 @@ def test_random_eviction_is_a_call_of_the_engine(passes, configure, monkeypatch)
 
 def test_the_fork_adds_random_eviction(untrained, tmp_path):
     """Under its own name, with prefixes like prefix_sliding; killed or not, the rest of the folder stays as it is."""
-    pytest.importorskip("forks.random_eviction")
     out = [f"--init_from={untrained}", f"--out_dir={tmp_path / 'out'}"]
     before = result(*COMMAND, *out, "--policies=prefix_sliding")["table"]
     after = result("-m", "forks.random_eviction", *COMMAND, *out, "--policies=prefix_sliding,random", "--prefixes=whole,4")["table"]
@@ -520,7 +521,7 @@ def test_what_is_said_aside_takes_time_but_is_no_part(monkeypatch, configure):
 
 
 def test_budgets_are_applied_afterwards():
-    task = load_task("passes:4-4")
+    task = load_task("py:data/passes/task.py?low=4&high=4")
     problem = task.problem(0)
     text = " 00 00 03 A answer B"
     tokenizer = SimpleNamespace(decode=lambda ids: "".join(ids), encode_chat=lambda messages: [1], token_id=lambda text: None)
