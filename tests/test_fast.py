@@ -117,7 +117,8 @@ def test_several_threads_do_not_get_in_each_others_way():
 def test_random_eviction_overwrites_the_same_slots():
     model = fast_gpt()
     for windows in (8, [8, None, 30]):
-        compare(CompiledStep, model, lambda w=windows: filled(model, 2, [3, 4], w, [20, 5], RandomEvictionCache), "continue", [2] * 12, 1e-5)
+        compare(CompiledStep, model, lambda w=windows: filled(model, 2, [3, 4], w, [20, 5], RandomEvictionCache),
+                "continue", [2] * 12, 1e-5)
 
 
 def test_bfloat16_rounds_once_where_plain_rounds_at_every_step():
@@ -172,7 +173,8 @@ def test_the_step_sees_an_update_of_the_weights():
 
 
 @pytest.mark.parametrize("how", [{}, dict(rope="reset"), dict(prefix_len=0), dict(window=None), dict(cache_class=RandomEvictionCache),
-                                 dict(cache_class=RandomEvictionCache, window=None), dict(temperature=0.0), dict(top_p=0.8, top_k=20)], ids=str)
+                                 dict(cache_class=RandomEvictionCache, window=None), dict(temperature=0.0),
+                                 dict(top_p=0.8, top_k=20)], ids=str)
 def test_generate_draws_the_same_tokens(how):
     """Sequences of several lengths through fewer rows than there are of them, so that rows are refilled and moved."""
     model = fast_gpt()
