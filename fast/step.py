@@ -159,10 +159,10 @@ class Exact(TorchFunctionMode):
 # ----------------------------------------------------------------------------------------------------
 # the proof
 
-# How far a logit may be off, in standard deviations of all logits: ten times what rounding did to SmolLM2 and
-# to random models, 2e-4 at most in float32, 0.01 to 0.04 in bfloat16 (where keys and values are rounded,
-# too).
-TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-3, torch.bfloat16: 0.2}
+# How far a logit may be off, in standard deviations of all logits: ten times the largest that rounding did to
+# SmolLM2 and to 6,000 random models. A key that is rounded to bfloat16 is now and then rounded the other way.
+TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.03}
+GRAPH_TOLERANCE = {torch.float64: 2e-3, torch.float32: 2e-3, torch.bfloat16: 0.2, torch.float16: 0.2}
 
 
 def prove(step, model, cache, rope, exact=None):
@@ -178,7 +178,7 @@ def prove(step, model, cache, rope, exact=None):
         if exact is None:
             raise
         raise ValueError(f"compile=True: {name} cannot judge this model ({reason}); {instead}") from None
-    tolerance = TOLERANCE[model.lm_head.weight.dtype]
+    tolerance = (GRAPH_TOLERANCE if exact is None else TOLERANCE)[model.lm_head.weight.dtype]
     if error > tolerance:
         raise ValueError(f"compile=True: the logits of {name} are off by {error:.2g} of their standard "
                          f"deviation, and rounding explains {tolerance:g}: it does not know what was "
@@ -210,10 +210,15 @@ def difference(step, model, cache, rope, exact=None, n_steps=2):
         model.features(prompts, rope=rope, cache=theirs, n_new=lengths)
     for mine, their in zip(ours.k + ours.v, theirs.k + theirs.v, strict=True):
         mine.copy_(their)                                       # so that the two begin alike
+        their.copy_(mine)
+    append = theirs.append
+
+    def append_rounded(plan, layer, k, v):
+        return append(plan, layer, k.to(weight.dtype).to(their.dtype), v.to(weight.dtype).to(their.dtype))
+
+    theirs.append = append_rounded                              # to the dtype of the cache, as ours does
     plain, largest = plain_step(model, theirs, rope), 0.0
     for idx in later:
-        for their in theirs.k + theirs.v:
-            their.copy_(their.to(weight.dtype))                 # rounded as ours are
         with exact:
             expected = plain(idx).double()                      # (rows, vocab_size)
         error = (step(idx).double().nan_to_num() - expected.nan_to_num()).abs().max()
