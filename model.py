@@ -156,7 +156,7 @@ def rotate(x, cos, sin):
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------
 # the model
 
 class RMSNorm(nn.Module):
@@ -229,14 +229,14 @@ class GPT(nn.Module):
             layers=nn.ModuleList(Block(config) for _ in range(config.n_layer)),
             norm=RMSNorm(config.n_embd, config.norm_eps)))
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        self.checkpointing = False    # keep only the input of each layer for the backward, which computes it anew
+        self.checkpointing = False    # keep each layer's input only: the backward computes it anew
         freqs, self.rope_factor = rope_frequencies(config)
         self.register_buffer("freqs", freqs, persistent=False)
         for name, p in self.named_parameters():
             if p.dim() == 2:
                 std = p.size(1) ** -0.5                                # outputs as large as inputs
                 if name.endswith(("o_proj.weight", "down_proj.weight")):
-                    std /= math.sqrt(2 * config.n_layer)               # so many are added to the residual stream
+                    std /= math.sqrt(2 * config.n_layer)           # so many are added to the residual stream
                 elif name.endswith("lm_head.weight"):
                     std /= 10                                          # the first guess is to be an even one
                 nn.init.normal_(p, std=std)
@@ -251,27 +251,29 @@ class GPT(nn.Module):
     def _apply(self, fn, recurse=True):
         freqs = self.freqs
         super()._apply(fn, recurse)
-        self.freqs = freqs.to(self.freqs.device)    # .bfloat16() must not reach them: angles are wrong by radians at 32k
+        # .bfloat16() must not reach them: angles would be wrong by radians at 32k
+        self.freqs = freqs.to(self.freqs.device)
         return self
 
     def forward(self, idx, prefix_len=None, window=None, *, positions=None, rope="continue"):
-        """Logits (B, T, vocab_size) of token ids idx (B, T), right-padded, under the mask of attention.visible by
-        index.
+        """Logits (B, T, vocab_size) of token ids idx (B, T), right-padded, under the mask of
+        attention.visible by index.
 
-        prefix_len: int, (B,) or None = 0. window: int, None (full attention), or a list with one of these per
-        layer. positions (B, T): for RoPE only; default the index. rope: "continue" | "reset" (see features).
+        prefix_len: int, (B,) or None = 0. window: int, None (full attention), or a list with one of these
+        per layer. positions (B, T): for RoPE only; default the index. rope: "continue" | "reset", see features.
         Raises ValueError."""
         return self.lm_head(self.features(idx, prefix_len, window, positions=positions, rope=rope))
 
     def features(self, idx, prefix_len=None, window=None, *, positions=None, rope="continue",
                  cache=None, rows=slice(None), n_new=None):
-        """What the head is applied to, (B, T, n_embd). With a SlidingCache, idx continues the given rows of it by
-        n_new tokens each (int or one per row, default T); prefix_len, window and positions are the cache's.
+        """What the head is applied to, (B, T, n_embd). With a SlidingCache, idx continues the given rows of
+        it by n_new tokens each (int or one per row, default T); prefix_len, window and positions are then
+        those of the cache.
 
-        rope="continue": every token keeps its absolute position. rope="reset": distances are those of a sequence
-        from which the gap between prefix and window was cut out. Scores depend on distances only, so keys stay as
-        they were cached: window keys meet the query rotated at its position, prefix keys a second query, rotated
-        at min(position, P + W - 1)."""
+        rope="continue": every token keeps its absolute position. rope="reset": distances are those of a
+        sequence from which the gap between prefix and window was cut out. Scores depend on distances only,
+        so keys stay as they were cached: window keys meet the query rotated at its position, prefix keys a
+        second query, rotated at min(position, P + W - 1)."""
         if rope not in ("continue", "reset"):
             raise ValueError(f"rope={rope!r}: 'continue' or 'reset'")
         T, plan = idx.size(1), None
@@ -284,7 +286,7 @@ class GPT(nn.Module):
             plan = cache.advance(T if n_new is None else n_new, rows)
             windows, P, positions = cache.windows, plan.prefix_len, plan.positions
         else:
-            raise ValueError("prefix_len, window and positions are those of the cache: do not give them again")
+            raise ValueError("prefix_len, window and positions are the cache's: do not give them again")
 
         x = self.model.embed_tokens(idx)                               # (B, T, n_embd)
         turn, turn_prefix = self.rotation(positions, x.dtype), {}
@@ -296,7 +298,8 @@ class GPT(nn.Module):
             w, start, q_prefix = windows[layer], None, None
             if w in turn_prefix:
                 q_prefix = rotate(q, *turn_prefix[w]).to(v.dtype)
-            q, k = rotate(q, *turn).to(v.dtype), rotate(k, *turn).to(v.dtype)    # dtypes differ only under autocast
+            q = rotate(q, *turn).to(v.dtype)                           # dtypes differ only under autocast
+            k = rotate(k, *turn).to(v.dtype)
             if plan is not None and plan.decoding:
                 keys, values, lengths = cache.append(plan, layer, k, v)
                 return decode_attention(q, keys, values, lengths, prefix_len=P, q_prefix=q_prefix)

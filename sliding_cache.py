@@ -51,7 +51,7 @@ def layer_windows(config, window):
 
 
 def row_bytes(config, windows, max_prefix, max_len, dtype):
-    """Bytes of one row of a cache: keys and values, in max_prefix + W slots per layer, or max_len without W."""
+    """Bytes of one row: keys and values, in max_prefix + W slots per layer, in max_len without a window."""
     slots = sum(max_len if w is None else max_prefix + w for w in windows)
     return 2 * slots * config.n_kv_head * config.head_dim * dtype.itemsize
 
@@ -80,14 +80,15 @@ class Slots:
 
 
 class SlidingCache:
-    """Keys and values of `batch_size` rows: k[layer] and v[layer] are (B, Hkv, max(P) + W, D), allocated once.
+    """Keys and values of B = batch_size rows: k[layer] and v[layer] (B, Hkv, max(P) + W, D), allocated once.
 
     prefix_len: int or (B,), each row's P. window: int, None or one per layer. A layer without a window keeps
     everything, in max_len slots, and needs max_len. Raises ValueError for bad arguments, and for a cache that
     is larger than the free memory.
     """
 
-    def __init__(self, config, batch_size, prefix_len, window, *, max_len=None, dtype=torch.float32, device="cpu"):
+    def __init__(self, config, batch_size, prefix_len, window, *, max_len=None,
+                 dtype=torch.float32, device="cpu"):
         prefix_len = torch.as_tensor(prefix_len, dtype=torch.int64).expand(batch_size)
         if prefix_len.min() < 0:
             raise ValueError(f"prefix_len={int(prefix_len.min())}: a prefix has at least 0 tokens")
@@ -98,8 +99,8 @@ class SlidingCache:
         need = batch_size * row_bytes(config, self.windows, self.max_prefix, max_len, dtype)
         free = free_bytes(device)
         if need > free:
-            raise ValueError(f"the cache needs {need / 1e9:.2f} GB ({batch_size} rows), but only {free / 1e9:.2f} GB "
-                             "of memory are free: fewer rows, or a smaller window or prefix")
+            raise ValueError(f"the cache needs {need / 1e9:.2f} GB ({batch_size} rows), {free / 1e9:.2f} GB "
+                             "are free: fewer rows, or a smaller window or prefix")
         # Empty slots hold zeros: their weight is 0, and 0 times what happens to lie in memory may be NaN.
         self.k, self.v = [], []
         for w in self.windows:
@@ -120,17 +121,17 @@ class SlidingCache:
         return sum(t.nbytes for t in self.k + self.v)
 
     def reset(self, row, prefix_len):
-        """Empty a row for a new sequence. Its prefix may be no longer than the longest of the cache at first."""
+        """Empty a row for a new sequence, whose prefix may be no longer than the longest at first."""
         if not 0 <= prefix_len <= self.max_prefix:
-            raise ValueError(f"prefix_len={prefix_len}: this cache has room for prefixes of 0 to {self.max_prefix} tokens")
+            raise ValueError(f"prefix_len={prefix_len}: the room is for prefixes of 0 to {self.max_prefix}")
         for t in self.k + self.v:
             t[row] = 0
         self.prefix_len[row] = prefix_len
         self.length[row] = self.lengths[row] = 0
 
     def copy(self, source, row, n_tokens=None):
-        """Make `row` hold what `source` holds: all of it, or its first n_tokens, which must still be there. They
-        may be the same row."""
+        """Make `row` hold what `source` holds: all of it, or its first n_tokens, which must still be there.
+        They may be the same row."""
         n = self.lengths[source] if n_tokens is None else n_tokens
         if n_tokens is not None and not self.holds_first(source, n):
             raise ValueError(f"row {source} no longer holds its first {n} tokens")
@@ -142,7 +143,7 @@ class SlidingCache:
         self.length[row] = self.lengths[row] = n
 
     def holds_first(self, row, n):
-        """Whether the first n tokens of a row are still there in every layer: prefix, or nothing was evicted."""
+        """Whether the first n tokens of a row are there in every layer: prefix, or nothing was evicted."""
         P, length = int(self.prefix_len[row]), self.lengths[row]
         return n <= length and all(n <= P or length <= P + w for w in self.windows if w is not None)
 
@@ -152,8 +153,8 @@ class SlidingCache:
         return [i for i in range(n) if visible(n - 1, i, P, self.windows[layer])]
 
     def count(self, n_new, rows):
-        """Check and count n_new more tokens of the rows in Python: all of `advance` that a replayed CUDA graph
-        leaves to do. -> tokens of the longest of the rows"""
+        """Check and count n_new more tokens of the rows in Python: all of `advance` that a replayed CUDA
+        graph leaves to do. -> tokens of the longest of the rows"""
         numbers = range(self.batch_size)[rows] if isinstance(rows, slice) else rows
         counts = [n_new] * len(numbers) if isinstance(n_new, int) else n_new
         if len(counts) != len(numbers) or min(counts) < 1:
@@ -161,7 +162,7 @@ class SlidingCache:
         lengths = [self.lengths[row] + n for row, n in zip(numbers, counts, strict=True)]
         longest = max(lengths)
         if None in self.windows and longest > self.max_len:
-            raise ValueError(f"a row reaches {longest} tokens, but this cache without a window is for {self.max_len}")
+            raise ValueError(f"a row reaches {longest} tokens, and max_len={self.max_len} is its room")
         if not torch.is_grad_enabled():
             for row, length in zip(numbers, lengths, strict=True):
                 self.lengths[row] = length
@@ -193,8 +194,8 @@ class SlidingCache:
         return plan
 
     def next_slot(self, plan, window):
-        """The slot that each row's new token takes, (rows, 1), or (rows, Hkv) where key heads differ: the rule
-        of eviction."""
+        """The slot that each row's new token takes, (rows, 1), or (rows, Hkv) where key heads differ: the
+        rule of eviction, for one new token per row."""
         return slot_of(plan.positions, plan.prefix_len[:, None], window)
 
     def _place_one(self, plan, window):
@@ -204,9 +205,9 @@ class SlidingCache:
         return Slots(n_held(plan.end, plan.prefix_len, window), target, source)
 
     def _place_many(self, plan, window):
-        """The first new tokens see keys that the last ones push out. So attention gets what a row held before,
-        in order of position, then the T new tokens, then padding: C + T keys, where C is the most that a row
-        held. `order` finds them among the first C slots of the cache with the new keys behind them."""
+        """The first new tokens see keys that the last ones push out. So attention gets what a row held
+        before, in order of position, then the T new tokens, then padding: C + T keys, where C is the most
+        that a row held. `order` finds them among the first C slots with the new keys behind them."""
         P, positions = plan.prefix_len[:, None], plan.positions
         begin = positions[:, :1]                                              # (rows, 1)
         held = n_held(begin, P, window)                                       # (rows, 1)
@@ -221,8 +222,8 @@ class SlidingCache:
         return Slots(held[:, 0], target, source, torch.where(i < held, old, new))
 
     def append(self, plan, layer, k, v):
-        """Write one token per row, k and v (rows, Hkv, 1, D). -> keys and values (rows, Hkv, S, D), and how many
-        of their slots are valid (rows,)."""
+        """Write one token per row, k and v (rows, Hkv, 1, D). -> keys and values (rows, Hkv, S, D), and how
+        many of their slots are valid (rows,)."""
         slots, found = plan.slots[self.windows[layer]], []
         used = None if self.fixed_shapes else plan.longest   # until they are full, read no further
         for cache, new in ((self.k[layer], k), (self.v[layer], v)):
@@ -231,9 +232,10 @@ class SlidingCache:
         return *found, slots.n_held
 
     def extend(self, plan, layer, k, v):
-        """Write any number of tokens per row, k and v (rows, Hkv, T, D), padded on the right. -> keys and values
-        (rows, Hkv, C + T, D) in order, and the index (rows,) of each row's first new token among them. By index
-        in this order the mask is what it is by position. Gradients flow to the new keys and values only."""
+        """Write any number of tokens per row, k and v (rows, Hkv, T, D), padded on the right. -> keys and
+        values (rows, Hkv, C + T, D) in order, and the index (rows,) of each row's first new token among
+        them. By index in this order the mask is what it is by position. Gradients flow to the new keys and
+        values only."""
         slots, found = plan.slots[self.windows[layer]], []
         C = slots.order.size(1) - k.size(2)
         for cache, new in ((self.k[layer], k), (self.v[layer], v)):

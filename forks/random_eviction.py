@@ -4,8 +4,8 @@ Instead of the oldest token of the window, overwrite a random one among its olde
     python -m forks.random_eviction sample.py config/sample_smollm2_cpu.py --policy=random
     python -m forks.random_eviction eval.py config/eval_passes.py --policies=prefix_sliding,random
 
-The null hypothesis of arXiv 2609.03430, which finds that a random token does as well as the oldest. One draw per
-row, token and key head, shared by the layers; for sampling only. What came out here is not so: on
+The null hypothesis of arXiv 2609.03430, which finds that a random token does as well as the oldest. One draw
+per row, token and key head, shared by the layers; for sampling only. What came out here is not so: on
 counted passes (docs/eval.md), with traces of 20 to 1,000 tokens, 0.95, 0.58, 0.22, 0.17, 0.04 and 0.05 of the
 problems are solved, and 1.00 of each with the ring. Every step needs the one before it, and the model was not
 trained so.
@@ -37,8 +37,8 @@ class TrackedCache(SlidingCache):
         one_each = n_new == 1 and not torch.is_grad_enabled()
         numbers = range(self.batch_size)[rows] if isinstance(rows, slice) else rows
         if not one_each and not all(self.holds_first(row, self.lengths[row]) for row in numbers):
-            raise ValueError("once its window has filled, a row takes one token at a time, without gradients, "
-                             f"if the rule of eviction is {type(self).__name__}")
+            raise ValueError("a row whose window has filled takes one token at a time, without gradients, "
+                             f"in a {type(self).__name__}")
         plan = super().advance(n_new, rows)
         if plan.writing:
             for window, held in self.held.items():
@@ -57,25 +57,25 @@ class RandomEvictionCache(TrackedCache):
     """`streams` (B,) int64 seeds the draws of each row."""
 
     def next_slot(self, plan, window):
-        slot = super().next_slot(plan, window)                                       # (rows, 1)
+        slot = super().next_slot(plan, window)                          # (rows, 1)
         if window is None:
             return slot
-        held = self.held[window][plan.rows]                                          # (rows, Hkv, slots)
-        P, position = plan.prefix_len[:, None, None], plan.positions[:, None]        # (rows, 1, 1)
+        held = self.held[window][plan.rows]                             # (rows, Hkv, slots)
+        P, position = plan.prefix_len[:, None, None], plan.positions[:, None]  # (rows, 1, 1)
         n_old = max(3 * window // 4, 1)
         index = torch.arange(held.size(2), device=held.device)
         in_window = (index >= P) & (index < P + window)
-        is_old = in_window & (held < position - (window - n_old))                    # n_old slots of each head
+        is_old = in_window & (held < position - (window - n_old))       # n_old slots of each head
         heads = torch.arange(held.size(1), device=held.device)
         draw = engine.uniform(self.streams[plan.rows, None], plan.positions, heads + 1)
-        nth = (draw * n_old).long()[:, :, None]                                      # (rows, Hkv, 1), below n_old
-        chosen = (is_old.cumsum(2) > nth).int().argmax(2)                            # (rows, Hkv)
+        nth = (draw * n_old).long()[:, :, None]                         # (rows, Hkv, 1), below n_old
+        chosen = (is_old.cumsum(2) > nth).int().argmax(2)               # (rows, Hkv)
         return torch.where(plan.positions < P[:, 0] + window, slot, chosen)
 
 
 def main():
     if not sys.argv[1:]:
-        raise SystemExit("usage: python -m forks.random_eviction sample.py|eval.py ARGUMENTS..., with policy random")
+        raise SystemExit("usage: python -m forks.random_eviction sample.py|eval.py ARGUMENTS...")
     engine.POLICIES["random"] = dict(cache_class=RandomEvictionCache)
     sys.argv = sys.argv[1:]
     runpy.run_path(sys.argv[0], run_name="__main__")

@@ -1,6 +1,10 @@
 """sliding_cache.py against a simulation that stores (position, key) pairs in a Python list."""
 
 import gc
+import json
+import subprocess
+import sys
+from pathlib import Path
 
 import psutil
 import pytest
@@ -8,10 +12,11 @@ import torch
 from hypothesis import given, settings, strategies as st
 from util import tiny_gpt
 
-from engine import uniform
+from engine import generate, uniform
 from forks.random_eviction import RandomEvictionCache
-from model import GPTConfig
+from model import GPT, GPTConfig
 from sliding_cache import SlidingCache, layer_windows
+from tokenizer import load_tokenizer
 
 CONFIG = GPTConfig(n_layer=2, n_head=4, n_kv_head=2, n_embd=16, head_dim=4)
 
@@ -297,3 +302,20 @@ def test_a_pass_with_gradients_only_reads():
         assert x.equal(model.features(chunk, cache=cache)) and not cache.advance(1).decoding
     assert all(a.equal(b) for a, b in zip(before, (*cache.k, *cache.v), strict=True)) and cache.lengths == [9] == cache.length.tolist()
     assert all(p.grad.abs().max() > 0 for name, p in model.named_parameters() if "k_proj" in name)
+
+
+def test_random_eviction_from_the_command_line(tmp_path):
+    """python -m forks.random_eviction adds a policy to a script, for that one call."""
+    torch.manual_seed(0)
+    GPT(GPTConfig(n_layer=2, n_head=2, n_embd=16, n_inner=32, tokenizer="bytes", eos_ids=(256,))).save_pretrained(tmp_path)
+    arguments = ["sample.py", f"--init_from={tmp_path}", "--policy=random", "--device=cpu", "--chat=False", "--start=abc",
+                 "--max_new_tokens=40", "--window=8"]
+    root = Path(__file__).parent.parent
+    done = subprocess.run([sys.executable, "-m", "forks.random_eviction", *arguments], cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0 and json.loads(done.stdout.splitlines()[-1])["policy"] == "random", done.stderr
+    model = GPT.from_pretrained(tmp_path)
+    want = generate(model, [list(b"abc")], 40, window=8, stop_ids=[256], seed=1337, cache_class=RandomEvictionCache)[0]
+    text = load_tokenizer(tmp_path).decode([t for t in want.tokens if t != 256])
+    assert text in done.stdout
+    refused = subprocess.run([sys.executable, *arguments], cwd=root, capture_output=True, text=True)
+    assert refused.returncode == 2 and "policy='random'" in refused.stderr

@@ -16,12 +16,11 @@ from util import tiny_gpt
 import attn_kernel
 import fast.step as fast
 import model as model_module
-from engine import generate
+from engine import Thinking, generate
 from fast.step import CompiledStep, GraphStep
 from forks.random_eviction import RandomEvictionCache
 from model import GPT
 from sliding_cache import SlidingCache
-from thinking import Thinking
 
 SHAPES = dict(n_embd=64, head_dim=16, n_inner=96, n_head=4, n_kv_head=2)
 
@@ -118,8 +117,8 @@ def test_several_threads_do_not_get_in_each_others_way():
 def test_random_eviction_overwrites_the_same_slots():
     model = fast_gpt()
     for windows in (8, [8, None, 30]):
-        compare(CompiledStep, model, lambda w=windows: filled(model, 2, [3, 4], w, [20, 5], RandomEvictionCache), "continue",
-                [2] * 12, 1e-5)
+        compare(CompiledStep, model, lambda w=windows: filled(model, 2, [3, 4], w, [20, 5], RandomEvictionCache),
+                "continue", [2] * 12, 1e-5)
 
 
 def test_bfloat16_rounds_once_where_plain_rounds_at_every_step():
@@ -185,7 +184,7 @@ def test_generate_draws_the_same_tokens(how):
     assert [c.tokens for c in a] == [c.tokens for c in b] and len({len(c.tokens) for c in a}) > 2
     for x, y in zip(a, b, strict=True):
         assert x.logprobs == pytest.approx(y.logprobs, abs=2e-4)
-    assert generate(model, prompts[:1], 5, compile=True, choose=Thinking(end_id=2, maximum=2))[0].tokens[2] == 2
+    assert generate(model, prompts[:1], 5, compile=True, thinking=Thinking(end_id=2, maximum=2))[0].tokens[2] == 2
 
 
 def test_subnormal_numbers_survive():
