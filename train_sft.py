@@ -1,19 +1,21 @@
 """
-The supervised warm start: next-token loss on worked solutions, under the Prefix Sliding mask that will be used to sample.
+The supervised warm start: next-token loss on worked solutions, under the Prefix Sliding mask that will sample.
 
-    python train_sft.py config/sft_passes.py                                      # the embedded task, from scratch, on a CPU
+    python data/passes/prepare.py && python train_sft.py config/sft_passes.py     # from scratch, on a CPU
     python train_sft.py --init_from=data/smollm2 --task=jsonl:solved.jsonl --window=512 --lr=1e-5 --batch_size=16
     python train_sft.py config/sft_passes.py --init_from=resume                   # go on where it was killed
 
-Prompts carry no loss. Each batch is sorted by length and cut into micro-batches, so that padding costs little; the loss is the mean
-over all answer tokens of the batch, whatever the micro-batches are.
-Left out on purpose: packing of several sequences into one row, and truncation: sequences longer than max_len are skipped.
+Prompts carry no loss. Each batch is sorted by length and cut into micro-batches, so that padding costs little;
+the loss is the mean over all answer tokens of the batch, whatever the micro-batches are.
+Left out on purpose: packing of several sequences into one row, and truncation: sequences longer than max_len
+are skipped.
 """
-init_from = "scratch"             # scratch (the embedded task only) | resume | a Hugging Face folder | a hub name
+init_from = "scratch"             # scratch | resume | a Hugging Face folder | a hub name
 out_dir = "out-sft"               # the run's folder: checkpoints and log
-task = "passes:impatient"         # whose solutions: passes:impatient | passes:4-60 | reasoning_gym:<dataset> | jsonl:<path> | py:<file>
+task = "py:data/passes/task.py?impatient=True"  # whose solutions: reasoning_gym:<dataset> | jsonl:<path> | py:<file>
 system = ""                       # system message for the chat template, "" = none
 template_args = {}                # further arguments of the chat template, such as {"enable_thinking": False}
+tokenizer = "data/passes"         # for scratch: the folder of its tokenizer (python data/passes/prepare.py)
 n_layer = 3                       # for scratch: layers
 n_head = 4                        # for scratch: attention heads
 n_embd = 64                       # for scratch: width
@@ -35,6 +37,7 @@ checkpointing = False             # compute each layer anew in the backward, to 
 eval_every = 100                  # steps between evaluations on held-out solutions; 0 = never
 eval_size = 256                   # held-out solutions
 save_every = 200                  # steps between checkpoints; 0 = at the end only
+wandb_project = ""                # log to Weights & Biases too (WANDB_MODE=offline works); "" = do not
 seed = 1                          # of the weights and of the problems
 device = "auto"                   # auto (cuda, then mps, then cpu) | cpu | cuda | mps
 dtype = "auto"                    # auto (bfloat16 where the hardware has it, else float32) | float32 | bfloat16
@@ -45,7 +48,7 @@ configure(globals())
 
 import json
 import time
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 
@@ -53,112 +56,144 @@ import training
 from checkpoint import local_folder
 from device import device_and_dtype
 from model import GPT, GPTConfig
-from tasks import load_task, prompt_ids, write_passes_tokenizer
+from tasks import load_task, prompt_ids
 from tokenizer import TOKENIZER_FILES, load_tokenizer
 
 
-def encode(problem, tokenizer):
-    """(ids of prompt, solution and end token; how many of them are the prompt's)"""
+@dataclass
+class Example:
+    """A prompt and its worked solution with the end token, as token ids."""
+    prompt: list
+    answer: list
+
+    def __len__(self):
+        return len(self.prompt) + len(self.answer)
+
+
+def load_model(init, device, dtype):
+    """-> the model, its tokenizer, the folder of the tokenizer's files"""
+    folder = local_folder(tokenizer if init == "scratch" else init, TOKENIZER_FILES)
+    words = load_tokenizer(folder)
+    if init != "scratch":
+        return GPT.from_pretrained(init, device=device, dtype=dtype), words, folder
+    torch.manual_seed(seed)
+    sizes = dict(vocab_size=words.n_vocab, n_layer=n_layer, n_head=n_head, n_embd=n_embd)
+    model = GPT(GPTConfig(**sizes, qk_norm=True, eos_ids=tuple(words.eos_ids)))
+    return model.to(device, dtype), words, folder
+
+
+def solution_of(problem):
     if problem.solution is None:
-        raise ValueError(f"task={task!r} has no worked solutions to learn from")
-    prompt = prompt_ids(problem, tokenizer, system, template_args)
-    return prompt + tokenizer.encode(problem.solution) + [tokenizer.eos_id], len(prompt)
+        raise ValueError(f"task={task!r} has no worked solution to learn from: {problem.prompt[:60]!r}")
+    return problem.solution
+
+
+def encode(problem, words):
+    prompt = prompt_ids(problem, words, system, template_args)
+    return Example(prompt, words.encode(solution_of(problem)) + [words.eos_id])
+
+
+def draw_batch(source, cursor, words):
+    """The next batch_size examples that fit max_len, from problem number `cursor` on. -> (examples, new cursor)"""
+    batch, end = [], cursor + 1000 + batch_size
+    for number in range(cursor, end):
+        example = encode(source.draw(number), words)
+        if len(example) <= max_len:
+            batch.append(example)
+        if len(batch) == batch_size:
+            return batch, number + 1
+    raise ValueError(f"task={task!r}: {len(batch)} of {end - cursor} solutions fit max_len={max_len}")
+
+
+def draw_held_out(words):
+    """This process's share of the examples for evaluation."""
+    source = load_task(task, seed, held_out=True)
+    numbers = range(min(eval_size, source.size or eval_size))
+    examples = [encode(source.problem(i), words) for i in training.share(numbers)]
+    return [example for example in examples if len(example) <= max_len]
+
+
+def answer_features(model, examples):
+    """The features from which the head predicts each answer token (n, n_embd), and these tokens (n,)."""
+    device = model.lm_head.weight.device
+    idx, _ = training.padded([e.prompt + e.answer[:-1] for e in examples], device)  # (B, T)
+    prefixes = [len(e.prompt) if prefix_len is None else prefix_len for e in examples]
+    x = model.features(idx, torch.tensor(prefixes, device=device), window, rope=rope)  # (B, T, n_embd)
+    features = [x[row, len(e.prompt) - 1:len(e) - 1] for row, e in enumerate(examples)]
+    targets = [token for e in examples for token in e.answer]
+    return torch.cat(features), torch.tensor(targets, device=device)
 
 
 def batch_loss(model, batch):
-    """Backward (where gradients are on) of the mean loss over the answer tokens of batch, [(ids, prompt length)]. -> (loss, share of
-    these tokens that are the most probable ones)"""
-    total = max(training.all_reduce([sum(len(ids) - n for ids, n in batch)])[0], 1)
-    loss = right = 0.0
-    batch = sorted(batch, key=lambda item: len(item[0]))
+    """The mean loss over the answer tokens of a batch and of those of the other processes, with its backward.
+    Without gradients also the share of these tokens that are the most probable ones. -> (loss, share)"""
+    total = max(sum(training.gather([len(e.answer) for e in batch])), 1)
+    batch = sorted(batch, key=len)
+    loss, right = 0.0, 0
     for i in range(0, len(batch), micro_batch):
-        part = batch[i:i + micro_batch]
-        idx, lengths = training.padded([ids for ids, _ in part], model.lm_head.weight.device)
-        n_prompt = torch.tensor([n for _, n in part], device=idx.device)
-        at = torch.arange(idx.size(1) - 1, device=idx.device)
-        mask = (at >= n_prompt[:, None] - 1) & (at < torch.tensor(lengths, device=idx.device)[:, None] - 1)       # (B, T - 1)
-        P = n_prompt if prefix_len is None else prefix_len
-        x = model.features(idx[:, :-1], P, window, rope=rope)[mask]                   # (n, n_embd)
-        targets = idx[:, 1:][mask]
-        logp, _ = training.token_logprobs(x, model.lm_head.weight, targets)
-        part_loss = -logp.sum() / total
+        features, targets = answer_features(model, batch[i:i + micro_batch])
+        logprobs, _ = training.token_logprobs(features, model.lm_head.weight, targets)
+        part = -logprobs.sum() / total
+        loss += part.item()
         if torch.is_grad_enabled():
-            part_loss.backward()
-        else:
-            for y, t in zip(x.split(256), targets.split(256), strict=True):
-                right += (model.lm_head(y).argmax(-1) == t).sum().item() / total
-        loss += part_loss.item()
-    return training.all_reduce([loss, right])
-
-
-def new_model(out):
-    """A model from scratch for the embedded task, and the folder with its tokenizer."""
-    folder = out / "tokenizer"
-    write_passes_tokenizer(folder)
-    tokenizer = load_tokenizer(folder)
-    torch.manual_seed(seed)
-    return GPT(GPTConfig(vocab_size=tokenizer.n_vocab, n_layer=n_layer, n_head=n_head, n_embd=n_embd, qk_norm=True, tied=True,
-                         eos_ids=tuple(tokenizer.eos_ids))), folder
+            part.backward()
+            continue
+        for x, target in zip(features.split(256), targets.split(256), strict=True):  # few, for few logits
+            right += (model.lm_head(x).argmax(-1) == target).sum().item()
+    return training.all_reduce([loss, right / total])
 
 
 def main():
-    training.check(globals(), ("batch_size", batch_size >= 1, "at least 1"), ("max_len", max_len >= 2, "at least 2"))
-    rank, world, name = training.start_processes(device)
-    where, kind = device_and_dtype(name, dtype)
-    source, others = load_task(task, seed), load_task(task, seed, held_out=True)
-    if init_from == "scratch" and not task.startswith("passes"):
-        raise ValueError(f"init_from='scratch' is for the embedded task, and task={task!r} needs a model that knows its language")
-    without = [i for i in range(source.size or 0) if source.problem(i).solution is None]
-    if without:
-        raise ValueError(f"task={task!r}: {len(without)} of {source.size} problems have no solution to learn from, the first of them is "
-                         f"{source.problem(without[0]).prompt[:60]!r}")
+    training.check(globals(), ("batch_size", batch_size >= 1, "at least 1"))
+    rank, _, device_name = training.start_processes(device)
+    source = load_task(task, seed)
+    for i in range(source.size or 0):
+        solution_of(source.problem(i))  # a missing one is named now, not when it is drawn
+
     out, init, state = training.open_run(out_dir, init_from, "train_sft.py")
-    if init == "scratch":
-        model, init = new_model(out)
-        model = model.to(where, kind)
-    else:
-        model = GPT.from_pretrained(init, dtype=kind, device=where)
-    tokenizer, folder = load_tokenizer(init), local_folder(init, TOKENIZER_FILES)
-    model.train().checkpointing = checkpointing
-    optimizer = training.Optimizer(model, lr=lr, betas=(0.9, beta2), weight_decay=weight_decay, master_device=master_device)
-    state = state or dict(script="train_sft.py", step=0, cursor=0)
+    state = state or dict(script="train_sft.py", step=0, cursor=0)  # cursor: number of the next problem
     training.same_keys(globals(), state)
-    first, cursor = state["step"], state["cursor"]
-    if first:
-        optimizer.load(Path(init) / "optimizer.safetensors")
-    log, stop, progress = training.Log(out, first) if rank == 0 else None, training.Stop(), training.Progress(first, max_steps)
-    held_out = [encode(others.problem(i), tokenizer) for i in range(rank, min(eval_size, others.size or eval_size), world)]
-    held_out = [item for item in held_out if len(item[0]) <= max_len]
-    step, loss, evaluation = first - 1, None, {}
-    for step in range(first, max_steps):
-        began, batch, skipped = time.perf_counter(), [], 0
-        while len(batch) < batch_size:
-            item = encode(source.draw(cursor), tokenizer)
-            cursor += 1
-            if len(item[0]) <= max_len:
-                batch.append(item)
-            elif (skipped := skipped + 1) > 1000:
-                raise ValueError(f"of {1000 + len(batch)} solutions of task={task!r}, {len(batch)} have at most max_len={max_len} tokens")
-        loss, _ = batch_loss(model, batch[rank::world])
+    model, words, folder = load_model(init, *device_and_dtype(device_name, dtype))
+    model.checkpointing = checkpointing
+    optimizer = training.Optimizer(
+        model, lr=lr, betas=(0.9, beta2), weight_decay=weight_decay, master_device=master_device)
+    if init_from == "resume":
+        optimizer.load(init / "optimizer.safetensors")
+    held_out = draw_held_out(words)
+    log = training.Log(out, state["step"], wandb_project, globals()) if rank == 0 else None
+    stop, progress = training.Stop(), training.Progress(state["step"], max_steps)
+
+    loss = eval_loss = eval_right = None
+    for step in range(state["step"], max_steps):
+        began = time.perf_counter()
+        batch, state["cursor"] = draw_batch(source, state["cursor"], words)
+        loss, _ = batch_loss(model, training.share(batch))
         rate = training.learning_rate(step, lr, warmup_steps, schedule, max_steps)
         norm = optimizer.step(rate, clip)
         seconds = time.perf_counter() - began
-        evaluation = {}
-        if eval_every and ((step + 1) % eval_every == 0 or step + 1 == max_steps):
+        state["step"] = done = step + 1
+
+        eval_loss = eval_right = None
+        if eval_every and (done % eval_every == 0 or done == max_steps):
             with torch.no_grad():
-                evaluation = dict(zip(("eval_loss", "eval_right"), batch_loss(model, held_out), strict=True))
+                eval_loss, eval_right = batch_loss(model, held_out)
+
+        last = bool(stop) or done == max_steps
         if rank == 0:
-            log.row(step=step, loss=loss, lr=rate, grad_norm=norm, tokens_per_s=sum(len(ids) for ids, _ in batch) / seconds,
-                    **{key: evaluation.get(key) for key in ("eval_loss", "eval_right")})
-            if evaluation or step % 10 == 0:
-                progress.line(step, f"loss {loss:.3f}" + "".join(f"  {key} {value:.4f}" for key, value in evaluation.items()))
-        stopping = bool(stop)
-        if rank == 0 and (save_every and (step + 1) % save_every == 0 or step + 1 == max_steps or stopping):
-            training.save_run(out, step + 1, model, optimizer, state | dict(cursor=cursor), folder)
-        if stopping:
+            tokens_per_s = sum(map(len, batch)) / seconds
+            log.row(step=step, loss=loss, lr=rate, grad_norm=norm, tokens_per_s=tokens_per_s,
+                    eval_loss=eval_loss, eval_right=eval_right)
+            if eval_loss is not None:
+                progress.line(step, f"loss {loss:.3f}  eval_loss {eval_loss:.4f}  eval_right {eval_right:.4f}")
+            elif step % 10 == 0:
+                progress.line(step, f"loss {loss:.3f}")
+            if last or save_every and done % save_every == 0:
+                training.save_run(out, done, model, optimizer, state, folder)
+        if last:
             break
     if rank == 0:
-        print(json.dumps(dict(steps=step + 1, out_dir=out_dir, loss=loss, **evaluation)))
+        result = dict(steps=state["step"], out_dir=out_dir, loss=loss)
+        print(json.dumps(result | dict(eval_loss=eval_loss, eval_right=eval_right)))
 
 
 if __name__ == "__main__":
