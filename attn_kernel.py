@@ -152,19 +152,19 @@ def flex_block_mask(q, k, prefix_len, window, q_start):
 # Triton: which tiles a program visits
 #
 # The kernels call the plain functions `visible`, `key_tiles` and those of this section, compiled: they say who
-# sees whom for the GPU as for PyTorch. A program visits the tiles that it needs and no other, first the inner
-# ones, which need no mask, and then the edge ones, which a boundary may cut.
+# sees whom for the GPU as for PyTorch. A program visits the tiles that it needs and no other: first the inner
+# ones, which need no mask, then the edge ones, which a boundary may cut.
 #
-# Which keys a query sees in one pass is a rule (P, W, floor): those at j >= floor for which visible(i, j, P, W).
-# Without q_prefix there is one pass, (prefix, window, 0). With it there are two over different keys: q_prefix under
-# (prefix, 0, 0), which is the past of the prefix and no window, then q under (0, window, prefix).
+# A rule (P, W, floor) says which keys a query sees: those at j >= floor for which visible(i, j, P, W). Without
+# q_prefix there is one rule, (prefix, window, 0). With it there are two, which share the keys between them:
+# (0, window, prefix) for q, and (prefix, 0, 0), the past of the prefix and no window, for q_prefix.
 #
-# What to visit is a tuple of six tile numbers (p, a, b, d, e, c), with p <= a <= b <= d <= e <= c:
+# What to visit under a rule is given by six numbers of tiles, p <= a <= b <= d <= e <= c:
 #     inner tiles  0..p-1  and d..e-1
 #     edge tiles   p..a-1, b..d-1 and e..c-1
 
 def key_ranges(first, last, rule, tile, prefix_end, window_start, window_end):
-    """What to visit for the queries first..last, of the three numbers that key_tiles gives for them."""
+    """What to visit for the queries first..last, made from the three numbers that key_tiles gives for them."""
     P, W, floor = rule
     prefix_tiles = (P + tile - 1) // tile
     c = min(window_end, prefix_tiles) if W == 0 else window_end
@@ -180,10 +180,9 @@ def key_ranges(first, last, rule, tile, prefix_end, window_start, window_end):
 def query_ranges(first, last, start, Tq, rule, tile):
     """What to visit for the keys first..last: tiles of the Tq queries, of which query 0 has the index start."""
     P, W, floor = rule
-    nobody = (last < floor) | ((W == 0) & (first >= P))
-    forever = Tq if W is None or first < P else min(max(last + W - start, 0), Tq)
-    end = 0 if nobody else forever
-    c = (end + tile - 1) // tile
+    end = Tq if W is None or first < P else min(max(last + W - start, 0), Tq)
+    hidden = (last < floor) | ((W == 0) & (first >= P))
+    c = 0 if hidden else (end + tile - 1) // tile
     b = min(max(first - start, 0) // tile, c)
     d = c if first < floor else min(max(last - start + tile - 1, 0) // tile, c)
     e = c if W is None or last < P else min(max(first + W - start, 0) // tile, c)
@@ -209,10 +208,11 @@ def nth_tile(x, edge, ranges):
 # ------------------------------------------------------------------------------------------------------------
 # Triton: the kernels
 #
-# Names. Capitals are tensors in memory: a pair (pointer, strides), or for contiguous ones the pointer alone. QP is
-# q_prefix, there if HAS_QP; LSE (B, H, Tq) is the log-sum-exp of a query's scores in base 2; DX is the gradient of
-# X; START is q_start and P prefix_len, both (B,). A tile has M queries and N keys. D is the head size and PAD the
-# power of two it is padded to. `row` is the first query of a tile counted in q, `first` its index in the sequence.
+# Capitals are tensors in memory. One with strides is a pair (pointer, strides), a contiguous one its pointer.
+# Q is a tuple of them: q, and q_prefix if there is one; DQ is likewise. DX is the gradient of X, LSE the
+# log-sum-exp of a query's scores in base 2, DELTA the sum of OUT * DOUT, both (B, H, Tq). P is prefix_len and START
+# q_start, both (B,). A tile has M queries and N keys; D is the size of a head, and PAD the power of two to which
+# it is padded. `row` is where a tile of queries begins in q, `first` its index in the sequence.
 #
 # Statistics and sums are float32 whatever the inputs are. An invisible score is -inf and no large number in its
 # place: rows may have scores of any size, and one that sees nothing gives 0. Offsets are 64 bits wide. Dots of
@@ -222,20 +222,24 @@ try:
     import triton
     import triton.language as tl
     from triton import jit
+    from triton.language import constexpr
 except ImportError:     # the kernels stay plain functions that nobody calls
     triton = None
-    tl = types.SimpleNamespace(constexpr=lambda x: x)
 
     def jit(function=None, **options):
         return function or jit
 
+    def constexpr(value):
+        return value
+
 FULL = 2**30  # the window that stands for None: longer than any sequence, and twice of it still fits 32 bits
-LOG2E = tl.constexpr(1.4426950408889634)
+LOG2E = constexpr(1.4426950408889634)
+LENGTHS = ["Tq", "Tk", "W", "S"]  # of these no kernel is specialised for any value: that would compile it again
 
 
 def _compiled(function):
-    """A plain function for the kernels to call. Triton looks for its language in the module of a function, which
-    for those of attention.py has to be this one."""
+    """A plain function for kernels to call. Triton looks for its language in the module of a function, which for
+    those of attention.py has to be this one."""
     return jit(types.FunctionType(function.__code__, globals(), function.__name__))
 
 
@@ -244,16 +248,32 @@ _visible, _key_tiles, _key_ranges, _query_ranges, _count_tiles, _nth_tile = map(
 
 
 @jit
+def _rule(n, Q, prefix, W):
+    """The rule for Q[n]."""
+    if len(Q) == 1:
+        return prefix, W, 0
+    if n == 0:
+        return 0, W, prefix
+    return prefix, 0, 0
+
+
+@jit
+def _seen(i, j, rule):
+    P, W, floor = rule
+    return _visible(i, j, P, W) & (j >= floor)
+
+
+@jit
 def _matrix(X, b, h, n):
-    """X[b, h], of which n rows are real, as (pointer, row stride, column stride, n)."""
+    """X[b, h], which has n rows, as (pointer, row stride, column stride, n)."""
     pointer, strides = X
     pointer += b.to(tl.int64) * strides[0] + tl.cast(h, tl.int64) * strides[1]
     return pointer, strides[2], strides[3], n
 
 
 @jit
-def _pointers(matrix, row, ROWS: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr):
-    """Pointers and mask of ROWS rows of a matrix.  (ROWS, PAD) both"""
+def _pointers(matrix, row, ROWS: constexpr, D: constexpr, PAD: constexpr):
+    """Pointers to ROWS rows of a matrix, and which of them exist.  (ROWS, PAD) both"""
     pointer, row_stride, column_stride, n = matrix
     r, d = tl.arange(0, ROWS)[:, None], tl.arange(0, PAD)[None, :]
     mask = r < n - row
@@ -264,29 +284,40 @@ def _pointers(matrix, row, ROWS: tl.constexpr, D: tl.constexpr, PAD: tl.constexp
 
 
 @jit
-def _load(matrix, row, ROWS: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr):
+def _load(matrix, row, ROWS: constexpr, D: constexpr, PAD: constexpr):
     """Those rows, zeros where there are none.  (ROWS, PAD)"""
     pointers, mask = _pointers(matrix, row, ROWS, D, PAD)
     return tl.load(pointers, mask=mask, other=0.0)
 
 
 @jit
-def _store(matrix, row, x, ROWS: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr):
+def _store(matrix, row, x, ROWS: constexpr, D: constexpr, PAD: constexpr):
     pointers, mask = _pointers(matrix, row, ROWS, D, PAD)
     tl.store(pointers, x.to(pointers.dtype.element_ty), mask=mask)
 
 
 @jit
-def _statistic(X, b, h, row, H, Tq, M: tl.constexpr):
-    """Pointers and mask of X[b, h, row:row + M], X one of LSE and DELTA.  (M,) both"""
-    rows = row + tl.arange(0, M)
-    return X + ((b * H + h).to(tl.int64) * Tq + rows), rows < Tq
+def _products(a, b):
+    """a b^T"""
+    return tl.dot(a, tl.trans(b), input_precision="ieee")
 
 
 @jit
-def _query_tile(P, START, Tq, Tk, M: tl.constexpr):
-    """Which tile of queries this program has. The last tiles come first, which without a window have the most to
-    do, and the heads that share keys come together."""
+def _add_values(acc, top, total, s, v, scale):
+    """A step of the online softmax, for scores s (M, N) and values v (N, PAD): acc (M, PAD) is the weighted sum of
+    values so far, top (M,) the largest score in base 2, total (M,) the sum of weights. Source: arXiv 2307.08691."""
+    new_top = tl.maximum(top, tl.max(s, 1) * scale)
+    safe = tl.where(new_top == float("-inf"), 0.0, new_top)     # nothing seen yet: -inf - -inf would be NaN
+    p = tl.exp2(s * scale - safe[:, None])
+    keep = tl.exp2(top - safe)                                  # brings the sums so far to the new scale
+    acc = tl.dot(p.to(v.dtype), v, acc * keep[:, None], input_precision="ieee")
+    return acc, new_top, total * keep + tl.sum(p, 1)
+
+
+@jit
+def _query_tile(P, START, Tq, Tk, M: constexpr):
+    """Which tile of queries this program has. The last tiles come first, which without a window have the most
+    to do, and the heads that share keys come together."""
     h, b = tl.program_id(0), tl.program_id(1)
     row = (tl.num_programs(2) - 1 - tl.program_id(2)) * M
     first = row + tl.load(START + b).to(tl.int32)
@@ -296,211 +327,161 @@ def _query_tile(P, START, Tq, Tk, M: tl.constexpr):
 
 
 @jit
-def _visits(first, last, rule, N: tl.constexpr):
+def _statistics(b, h, row, H, Tq, M: constexpr):
+    """Where those of a tile of queries are in LSE and DELTA, and which of them exist.  (M,) both"""
+    rows = row + tl.arange(0, M)
+    return (b * H + h).to(tl.int64) * Tq + rows, rows < Tq
+
+
+@jit
+def _visits(first, last, rule, N: constexpr):
     P, W, floor = rule
     prefix_end, window_start, window_end = _key_tiles(first, last, P, W, N)
     return _key_ranges(first, last, rule, N, prefix_end, window_start, window_end)
 
 
-@jit
-def _seen(i, j, rule):
-    P, W, floor = rule
-    return _visible(i, j, P, W) & (j >= floor)
-
-
-@jit
-def _attend_tiles(acc, top, total, q, K, V, first, last, rule,
-                  M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr):
-    """Online softmax of a tile of queries over the keys that they see, added to what is there so far: acc (M, PAD)
-    the weighted sum of values, top (M,) the largest score in base 2, total (M,) the sum of weights."""
-    scale = D ** -0.5 * LOG2E
-    ranges = _visits(first, last, rule, N)
-    i = first + tl.arange(0, M)[:, None]
-    for edge in tl.static_range(2):
-        for x in range(_count_tiles(edge, ranges)):
-            key = _nth_tile(x, edge, ranges) * N
-            k = _load(K, key, N, D, PAD)
-            s = tl.dot(q, tl.trans(k), input_precision="ieee")              # (M, N)
-            if edge:
-                j = key + tl.arange(0, N)[None, :]
-                s = tl.where(_seen(i, j, rule), s, float("-inf"))
-            new_top = tl.maximum(top, tl.max(s, 1) * scale)
-            safe = tl.where(new_top == float("-inf"), 0.0, new_top)         # nothing seen yet: -inf - -inf is NaN
-            p = tl.exp2(s * scale - safe[:, None])
-            keep = tl.exp2(top - safe)                                      # brings the sums to the new scale
-            v = _load(V, key, N, D, PAD)
-            acc = tl.dot(p.to(v.dtype), v, acc * keep[:, None], input_precision="ieee")
-            total = total * keep + tl.sum(p, 1)
-            top = new_top
-    return acc, top, total
-
-
-@jit(do_not_specialize=["Tq", "Tk", "W"])
-def _forward(Q, QP, K, V, OUT, LSE, P, START, H, Hkv, Tq, Tk, W, HAS_QP: tl.constexpr,
-             M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr):
-    """OUT and LSE. Source of the online softmax: arXiv 2307.08691, algorithm 1."""
+@jit(do_not_specialize=LENGTHS)
+def _forward(Q, K, V, OUT, LSE, P, START, H, Hkv, Tq, Tk, W,
+             M: constexpr, N: constexpr, D: constexpr, PAD: constexpr):
+    """OUT and LSE of a tile of queries."""
     b, h, row, first, last, prefix = _query_tile(P, START, Tq, Tk, M)
-    K, V = _matrix(K, b, h // (H // Hkv), Tk), _matrix(V, b, h // (H // Hkv), Tk)
+    K = _matrix(K, b, h // (H // Hkv), Tk)
+    V = _matrix(V, b, h // (H // Hkv), Tk)
+    i = first + tl.arange(0, M)[:, None]
     acc = tl.zeros((M, PAD), tl.float32)
     top, total = tl.full((M,), float("-inf"), tl.float32), tl.zeros((M,), tl.float32)
-    rule = (prefix, W, 0)
-    if HAS_QP:
-        q = _load(_matrix(QP, b, h, Tq), row, M, D, PAD)
-        acc, top, total = _attend_tiles(acc, top, total, q, K, V, first, last, (prefix, 0, 0), M, N, D, PAD)
-        rule = (0, W, prefix)
-    q = _load(_matrix(Q, b, h, Tq), row, M, D, PAD)
-    acc, top, total = _attend_tiles(acc, top, total, q, K, V, first, last, rule, M, N, D, PAD)
+    for n in tl.static_range(len(Q)):
+        q = _load(_matrix(Q[n], b, h, Tq), row, M, D, PAD)
+        rule = _rule(n, Q, prefix, W)
+        ranges = _visits(first, last, rule, N)
+        for edge in tl.static_range(2):
+            for x in range(_count_tiles(edge, ranges)):
+                key = _nth_tile(x, edge, ranges) * N
+                s = _products(q, _load(K, key, N, D, PAD))      # (M, N)
+                if edge:
+                    j = key + tl.arange(0, N)[None, :]
+                    s = tl.where(_seen(i, j, rule), s, float("-inf"))
+                v = _load(V, key, N, D, PAD)
+                acc, top, total = _add_values(acc, top, total, s, v, D ** -0.5 * LOG2E)
 
-    sees_nothing = total == 0
-    total = tl.where(sees_nothing, 1.0, total)
+    sees_some, total = total > 0, tl.where(total > 0, total, 1.0)
     _store(_matrix(OUT, b, h, Tq), row, acc / total[:, None], M, D, PAD)
     # +inf for a row that sees nothing: the backward's exp2(score - LSE) is then 0
-    lse = tl.where(sees_nothing, float("inf"), top + tl.log2(total))
-    pointers, mask = _statistic(LSE, b, h, row, H, Tq, M)
-    tl.store(pointers, lse, mask=mask)
+    lse = tl.where(sees_some, top + tl.log2(total), float("inf"))
+    at, mask = _statistics(b, h, row, H, Tq, M)
+    tl.store(LSE + at, lse, mask=mask)
 
 
-@jit
-def _dq_tiles(q, dout, lse, delta, K, V, first, last, rule,
-              M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr):
-    """The gradient of a tile of queries from the keys that they see.  (M, PAD)"""
-    scale = D ** -0.5
-    ranges = _visits(first, last, rule, N)
-    i = first + tl.arange(0, M)[:, None]
-    dq = tl.zeros((M, PAD), tl.float32)
-    for edge in tl.static_range(2):
-        for x in range(_count_tiles(edge, ranges)):
-            key = _nth_tile(x, edge, ranges) * N
-            k = _load(K, key, N, D, PAD)
-            v = _load(V, key, N, D, PAD)
-            s = tl.dot(q, tl.trans(k), input_precision="ieee")              # (M, N)
-            p = tl.exp2(s * (scale * LOG2E) - lse[:, None])
-            if edge:
-                j = key + tl.arange(0, N)[None, :]
-                p = tl.where(_seen(i, j, rule), p, 0.0)
-            ds = p * (tl.dot(dout, tl.trans(v), input_precision="ieee") - delta[:, None])
-            dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
-    return dq * scale
-
-
-@jit(do_not_specialize=["Tq", "Tk", "W"])
-def _backward_q(Q, QP, K, V, OUT, DOUT, LSE, DELTA, DQ, DQP, P, START, H, Hkv, Tq, Tk, W, HAS_QP: tl.constexpr,
-                M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr):
-    """DQ and DQP, and for _backward_kv DELTA (B, H, Tq), the sum of OUT * DOUT over D."""
+@jit(do_not_specialize=LENGTHS)
+def _backward_q(Q, K, V, OUT, DOUT, LSE, DELTA, DQ, P, START, H, Hkv, Tq, Tk, W,
+                M: constexpr, N: constexpr, D: constexpr, PAD: constexpr):
+    """DQ and DELTA of a tile of queries."""
     b, h, row, first, last, prefix = _query_tile(P, START, Tq, Tk, M)
-    K, V = _matrix(K, b, h // (H // Hkv), Tk), _matrix(V, b, h // (H // Hkv), Tk)
-    dout = _load(_matrix(DOUT, b, h, Tq), row, M, D, PAD)
+    K = _matrix(K, b, h // (H // Hkv), Tk)
+    V = _matrix(V, b, h // (H // Hkv), Tk)
+    i = first + tl.arange(0, M)[:, None]
     out = _load(_matrix(OUT, b, h, Tq), row, M, D, PAD)
+    dout = _load(_matrix(DOUT, b, h, Tq), row, M, D, PAD)
+    at, mask = _statistics(b, h, row, H, Tq, M)
+    lse = tl.load(LSE + at, mask=mask, other=float("inf"))
     delta = tl.sum(dout.to(tl.float32) * out.to(tl.float32), 1)
-    pointers, mask = _statistic(DELTA, b, h, row, H, Tq, M)
-    tl.store(pointers, delta, mask=mask)
-    pointers, mask = _statistic(LSE, b, h, row, H, Tq, M)
-    lse = tl.load(pointers, mask=mask, other=float("inf"))
-    rule = (prefix, W, 0)
-    if HAS_QP:
-        q = _load(_matrix(QP, b, h, Tq), row, M, D, PAD)
-        dq = _dq_tiles(q, dout, lse, delta, K, V, first, last, (prefix, 0, 0), M, N, D, PAD)
-        _store(_matrix(DQP, b, h, Tq), row, dq, M, D, PAD)
-        rule = (0, W, prefix)
-    q = _load(_matrix(Q, b, h, Tq), row, M, D, PAD)
-    dq = _dq_tiles(q, dout, lse, delta, K, V, first, last, rule, M, N, D, PAD)
-    _store(_matrix(DQ, b, h, Tq), row, dq, M, D, PAD)
+    tl.store(DELTA + at, delta, mask=mask)
+    for n in tl.static_range(len(Q)):
+        q = _load(_matrix(Q[n], b, h, Tq), row, M, D, PAD)
+        rule = _rule(n, Q, prefix, W)
+        ranges = _visits(first, last, rule, N)
+        dq = tl.zeros((M, PAD), tl.float32)
+        for edge in tl.static_range(2):
+            for x in range(_count_tiles(edge, ranges)):
+                key = _nth_tile(x, edge, ranges) * N
+                k = _load(K, key, N, D, PAD)
+                v = _load(V, key, N, D, PAD)
+                p = tl.exp2(_products(q, k) * (D ** -0.5 * LOG2E) - lse[:, None])       # (M, N)
+                if edge:
+                    j = key + tl.arange(0, N)[None, :]
+                    p = tl.where(_seen(i, j, rule), p, 0.0)
+                ds = p * (_products(dout, v) - delta[:, None])
+                dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
+        _store(_matrix(DQ[n], b, h, Tq), row, dq * D ** -0.5, M, D, PAD)
 
 
-@jit
-def _dkv_tiles(dk, dv, k, v, Q, DOUT, LSE, DELTA, b, hkv, key, start, H, Hkv, Tq, rule,
-               M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr):
-    """Add to dk and dv (N, PAD) what comes from the queries that see the keys from `key` on, of all heads that read
-    them."""
-    scale = D ** -0.5
-    ranges = _query_ranges(key, key + N - 1, start, Tq, rule, M)
-    j = key + tl.arange(0, N)[:, None]
-    for edge in tl.static_range(2):
-        n = _count_tiles(edge, ranges)
-        for x in range(n * (H // Hkv)):
-            h = hkv * (H // Hkv) + x // n
-            row = _nth_tile(x % n, edge, ranges) * M
-            q = _load(_matrix(Q, b, h, Tq), row, M, D, PAD)
-            dout = _load(_matrix(DOUT, b, h, Tq), row, M, D, PAD)
-            pointers, mask = _statistic(LSE, b, h, row, H, Tq, M)
-            lse = tl.load(pointers, mask=mask, other=float("inf"))          # rows beyond the end add nothing
-            pointers, mask = _statistic(DELTA, b, h, row, H, Tq, M)
-            delta = tl.load(pointers, mask=mask, other=0.0)
-            s = tl.dot(k, tl.trans(q), input_precision="ieee")              # (N, M)
-            p = tl.exp2(s * (scale * LOG2E) - lse[None, :])
-            if edge:
-                i = start + row + tl.arange(0, M)[None, :]
-                p = tl.where(_seen(i, j, rule), p, 0.0)
-            dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")
-            ds = p * (tl.dot(v, tl.trans(dout), input_precision="ieee") - delta[None, :])
-            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
-    return dk, dv
-
-
-@jit(do_not_specialize=["Tq", "Tk", "W"])
-def _backward_kv(Q, QP, K, V, DOUT, LSE, DELTA, DK, DV, P, START, H, Hkv, Tq, Tk, W, HAS_QP: tl.constexpr,
-                 M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr):
-    """DK and DV of one tile of keys of one key head. The tiles of the prefix come first: they have the most to do."""
+@jit(do_not_specialize=LENGTHS)
+def _backward_kv(Q, K, V, DOUT, LSE, DELTA, DK, DV, P, START, H, Hkv, Tq, Tk, W,
+                 M: constexpr, N: constexpr, D: constexpr, PAD: constexpr):
+    """DK and DV of a tile of keys, from all queries that see it, of all heads that read it. The tiles of the prefix
+    have the most to do and come first."""
     hkv, b, key = tl.program_id(0), tl.program_id(1), tl.program_id(2) * N
     start = tl.load(START + b).to(tl.int32)
     prefix = tl.minimum(tl.load(P + b), Tk).to(tl.int32)
     k = _load(_matrix(K, b, hkv, Tk), key, N, D, PAD)
     v = _load(_matrix(V, b, hkv, Tk), key, N, D, PAD)
+    j = key + tl.arange(0, N)[:, None]
     dk, dv = tl.zeros((N, PAD), tl.float32), tl.zeros((N, PAD), tl.float32)
-    rule = (prefix, W, 0)
-    if HAS_QP:
-        dk, dv = _dkv_tiles(dk, dv, k, v, QP, DOUT, LSE, DELTA, b, hkv, key, start, H, Hkv, Tq, (prefix, 0, 0),
-                            M, N, D, PAD)
-        rule = (0, W, prefix)
-    dk, dv = _dkv_tiles(dk, dv, k, v, Q, DOUT, LSE, DELTA, b, hkv, key, start, H, Hkv, Tq, rule, M, N, D, PAD)
+    for n in tl.static_range(len(Q)):
+        rule = _rule(n, Q, prefix, W)
+        ranges = _query_ranges(key, key + N - 1, start, Tq, rule, M)
+        for edge in tl.static_range(2):
+            tiles = _count_tiles(edge, ranges)                  # for each head
+            for x in range(tiles * (H // Hkv)):
+                h = hkv * (H // Hkv) + x // tiles
+                row = _nth_tile(x % tiles, edge, ranges) * M
+                q = _load(_matrix(Q[n], b, h, Tq), row, M, D, PAD)
+                dout = _load(_matrix(DOUT, b, h, Tq), row, M, D, PAD)
+                at, mask = _statistics(b, h, row, H, Tq, M)
+                lse = tl.load(LSE + at, mask=mask, other=float("inf"))      # rows beyond the end add nothing
+                delta = tl.load(DELTA + at, mask=mask, other=0.0)
+                p = tl.exp2(_products(k, q) * (D ** -0.5 * LOG2E) - lse[None, :])       # (N, M)
+                if edge:
+                    i = start + row + tl.arange(0, M)[None, :]
+                    p = tl.where(_seen(i, j, rule), p, 0.0)
+                dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")
+                ds = p * (_products(v, dout) - delta[None, :])
+                dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
     _store(_matrix(DK, b, hkv, Tk), key, dk * D ** -0.5, N, D, PAD)
     _store(_matrix(DV, b, hkv, Tk), key, dv, N, D, PAD)
 
 
-@jit(do_not_specialize=["S"])
-def _decode(Q, QP, K, V, PARTS, LSE, LENGTHS, P, H, Hkv, S, HAS_QP: tl.constexpr,
-            M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr):
+@jit(do_not_specialize=LENGTHS)
+def _decode(Q, K, V, PARTS, LSE, LENGTH, P, H, Hkv, S, M: constexpr, N: constexpr, D: constexpr, PAD: constexpr):
     """Attention of the query heads of one key head over one share of the valid slots: PARTS (B, H, shares, D) and
-    LSE (B, H, shares). The heads are the rows of one tile, so that each slot is read once for all of them: Q and QP
-    come as (B, 1, H, D). Source: flash-decoding (Dao, Haziza, Massa and Sizov 2023)."""
+    LSE (B, H, shares). The heads are the rows of one tile, so that each slot is read once for all of them: Q[n] is
+    (B, 1, H, D). Source: flash-decoding (Dao, Haziza, Massa and Sizov 2023)."""
     share, hkv, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     shares = tl.num_programs(0)
-    length = tl.minimum(tl.load(LENGTHS + b), S).to(tl.int32)
-    tiles = tl.cdiv(length, N)
-    tiles_per_share = tl.cdiv(tiles, shares)
     group = H // Hkv
     h = hkv * group
-    K, V = _matrix(K, b, hkv, length), _matrix(V, b, hkv, length)
-    q = _load(_matrix(Q, b, 0, h + group), h, M, D, PAD)
-    if HAS_QP:
-        qp = _load(_matrix(QP, b, 0, h + group), h, M, D, PAD)
-        prefix = tl.minimum(tl.load(P + b), S).to(tl.int32)
+    length = tl.minimum(tl.load(LENGTH + b), S).to(tl.int32)
+    prefix = tl.minimum(tl.load(P + b), S).to(tl.int32)
+    tiles = tl.cdiv(length, N)
+    begin = share * tl.cdiv(tiles, shares)
+    end = tl.minimum(begin + tl.cdiv(tiles, shares), tiles)
+    K = _matrix(K, b, hkv, length)
+    V = _matrix(V, b, hkv, length)
+    q = _load(_matrix(Q[0], b, 0, h + group), h, M, D, PAD)
+    if len(Q) == 2:
+        q_prefix = _load(_matrix(Q[1], b, 0, h + group), h, M, D, PAD)
     acc = tl.zeros((M, PAD), tl.float32)
     top, total = tl.full((M,), float("-inf"), tl.float32), tl.zeros((M,), tl.float32)
-    for t in range(share * tiles_per_share, tl.minimum((share + 1) * tiles_per_share, tiles)):
-        k = _load(K, t * N, N, D, PAD)
+    for t in range(begin, end):
         slot = t * N + tl.arange(0, N)[None, :]
-        s = tl.dot(q, tl.trans(k), input_precision="ieee")                  # (M, N)
-        if HAS_QP:
-            s = tl.where(slot < prefix, tl.dot(qp, tl.trans(k), input_precision="ieee"), s)
-        s = tl.where(slot < length, s * (D ** -0.5 * LOG2E), float("-inf"))
-        new_top = tl.maximum(top, tl.max(s, 1))                             # finite: the tile has a valid slot
-        p = tl.exp2(s - new_top[:, None])
-        keep = tl.exp2(top - new_top)
+        k = _load(K, t * N, N, D, PAD)
+        s = _products(q, k)                                     # (M, N)
+        if len(Q) == 2:
+            s = tl.where(slot < prefix, _products(q_prefix, k), s)
+        s = tl.where(slot < length, s, float("-inf"))
         v = _load(V, t * N, N, D, PAD)
-        acc = tl.dot(p.to(v.dtype), v, acc * keep[:, None], input_precision="ieee")
-        total = total * keep + tl.sum(p, 1)
-        top = new_top
+        acc, top, total = _add_values(acc, top, total, s, v, D ** -0.5 * LOG2E)
+
     r, d = tl.arange(0, M), tl.arange(0, PAD)
     at = ((b * H + h + r) * shares + share).to(tl.int64)
-    total = tl.where(total > 0, total, 1.0)                                 # an empty share: its LSE stays -inf
+    total = tl.where(total > 0, total, 1.0)                     # an empty share: its LSE stays -inf
     mask = (r[:, None] < group) & (d[None, :] < D)
     tl.store(PARTS + (at[:, None] * D + d[None, :]), acc / total[:, None], mask=mask)
     tl.store(LSE + at, top + tl.log2(total), mask=r < group)
 
 
 @jit
-def _merge(PARTS, LSE, OUT, D: tl.constexpr, PAD: tl.constexpr, SHARES: tl.constexpr):
+def _merge(PARTS, LSE, OUT, D: constexpr, PAD: constexpr, SHARES: constexpr):
     """The shares of one head of one row of the batch, weighted by their log-sum-exp: OUT (B, H, 1, D)."""
     head, share, d = tl.program_id(0).to(tl.int64), tl.arange(0, SHARES), tl.arange(0, PAD)
     at = head * SHARES + share
@@ -517,16 +498,13 @@ def _merge(PARTS, LSE, OUT, D: tl.constexpr, PAD: tl.constexpr, SHARES: tl.const
 # Triton: launching
 
 # (M, N, warps, stages) by the bytes of a padded row of D elements, which count twice in float32, whose dots need
-# the registers; first on devices that give a program 200 KB of shared memory or more (H100, B200), then on others.
-# Nothing here depends on T: kernels tuned per length stall whenever a length is new. Of the tiles tried, these are
-# the largest whose buffers fit and whose forward, in half precision at D of 64 and 128, stays in registers:
-# tests/aot.py checks it.
+# the registers; first on devices that give a program 200 KB of shared memory or more (H100, B200), then on the
+# others. Nothing here depends on T: kernels tuned per length stall whenever a length is new. Of the tiles tried,
+# these are the largest whose buffers fit and whose forward, in half precision at D of 64 and 128, stays in
+# registers: tests/aot.py checks it.
 TILES = {
     "forward": {
         128: ((128, 64, 8, 3), (128, 64, 8, 3)), 256: ((128, 64, 8, 3), (128, 64, 8, 2)),
-        512: ((64, 64, 8, 2), (64, 32, 4, 2)), 1024: ((32, 16, 4, 2), (32, 16, 4, 1))},
-    "forward_two": {
-        128: ((128, 64, 8, 3), (128, 64, 8, 3)), 256: ((128, 64, 8, 3), (64, 32, 4, 2)),
         512: ((64, 64, 8, 2), (64, 32, 4, 2)), 1024: ((32, 16, 4, 2), (32, 16, 4, 1))},
     "backward_q": {
         128: ((128, 64, 8, 2), (128, 64, 8, 2)), 256: ((128, 64, 8, 2), (128, 32, 8, 2)),
@@ -538,6 +516,7 @@ TILES = {
         128: ((16, 64, 4, 3), (16, 64, 4, 3)), 256: ((16, 64, 4, 3), (16, 64, 4, 2)),
         512: ((16, 32, 4, 3), (16, 32, 4, 2)), 1024: ((16, 16, 4, 3), (16, 16, 4, 2))},
 }
+TILES["forward_two"] = TILES["forward"] | {256: ((128, 64, 8, 3), (64, 32, 4, 2))}      # with q_prefix
 
 
 def tile_config(kernel, q):
@@ -545,8 +524,8 @@ def tile_config(kernel, q):
     D = q.size(3)
     PAD = max(16, triton.next_power_of_2(D))
     row_bytes = PAD * q.element_size() * (2 if q.dtype == torch.float32 else 1)
-    large, small = TILES[kernel][min(max(row_bytes, 128), 1024)]
     shared_memory, _ = _device_limits(q.device)
+    large, small = TILES[kernel][min(max(row_bytes, 128), 1024)]
     M, N, warps, stages = large if shared_memory >= 200_000 else small
     return dict(M=M, N=N, D=D, PAD=PAD, num_warps=warps, num_stages=stages)
 
@@ -561,15 +540,17 @@ def _device_limits(device):
 
 
 def _strided(*tensors):
-    """The tensors as kernels take them: pairs of pointer and strides."""
-    return [(x, x.stride()) for x in tensors]
+    """The tensors, but for those that are None, as kernels take them: pairs of pointer and strides."""
+    return tuple((x, x.stride()) for x in tensors if x is not None)
 
 
 def triton_attention(q, k, v, prefix_len, window, q_start, q_prefix=None):
     """As attention.dense_attention, by the kernels."""
     B = q.size(0)
+    P = prefix_len.expand(B).contiguous()
+    start = q_start.expand(B).contiguous()
     W = FULL if window is None else min(window, FULL)
-    return TritonAttention.apply(q, k, v, prefix_len.expand(B).contiguous(), W, q_start.expand(B).contiguous(), q_prefix)
+    return TritonAttention.apply(q, k, v, P, W, start, q_prefix)
 
 
 class TritonAttention(torch.autograd.Function):
@@ -579,13 +560,12 @@ class TritonAttention(torch.autograd.Function):
     def forward(ctx, q, k, v, P, W, start, q_prefix):
         B, H, Tq, D = q.shape
         Hkv, Tk = k.shape[1:3]
-        out, lse = torch.empty_like(q), torch.empty(B, H, Tq, dtype=torch.float32, device=q.device)
-        has_qp = q_prefix is not None
-        config = tile_config("forward_two" if has_qp else "forward", q)
-        grid = H, B, triton.cdiv(Tq, config["M"])
+        out = torch.empty_like(q)
+        lse = torch.empty(B, H, Tq, dtype=torch.float32, device=q.device)
+        config = tile_config("forward" if q_prefix is None else "forward_two", q)
         with torch.cuda.device_of(q):
-            _forward[grid](*_strided(q, q_prefix if has_qp else q, k, v, out), lse, P, start, H, Hkv, Tq, Tk, W,
-                           HAS_QP=has_qp, **config)
+            _forward[H, B, triton.cdiv(Tq, config["M"])](
+                _strided(q, q_prefix), *_strided(k, v, out), lse, P, start, H, Hkv, Tq, Tk, W, **config)
         ctx.save_for_backward(q, k, v, P, start, q_prefix, out, lse)
         ctx.window = W
         return out
@@ -596,18 +576,18 @@ class TritonAttention(torch.autograd.Function):
         q, k, v, P, start, q_prefix, out, lse = ctx.saved_tensors
         B, H, Tq, D = q.shape
         Hkv, Tk = k.shape[1:3]
-        has_qp = q_prefix is not None
-        qp = q_prefix if has_qp else q
-        dq, dqp, dk, dv, delta = map(torch.empty_like, (q, qp, k, v, lse))
-        sizes = H, Hkv, Tq, Tk, ctx.window, has_qp
+        dq, dk, dv, delta = map(torch.empty_like, (q, k, v, lse))
+        dq_prefix = None if q_prefix is None else torch.empty_like(q_prefix)
+        queries = _strided(q, q_prefix)
+        sizes = H, Hkv, Tq, Tk, ctx.window
         with torch.cuda.device_of(q):
             config = tile_config("backward_q", q)
             _backward_q[H, B, triton.cdiv(Tq, config["M"])](
-                *_strided(q, qp, k, v, out, dout), lse, delta, *_strided(dq, dqp), P, start, *sizes, **config)
+                queries, *_strided(k, v, out, dout), lse, delta, _strided(dq, dq_prefix), P, start, *sizes, **config)
             config = tile_config("backward_kv", q)
             _backward_kv[Hkv, B, triton.cdiv(Tk, config["N"])](
-                *_strided(q, qp, k, v, dout), lse, delta, *_strided(dk, dv), P, start, *sizes, **config)
-        return dq, dk, dv, None, None, None, dqp if has_qp else None
+                queries, *_strided(k, v, dout), lse, delta, *_strided(dk, dv), P, start, *sizes, **config)
+        return dq, dk, dv, None, None, None, dq_prefix
 
 
 def triton_decode(q, k_cache, v_cache, lengths, prefix_len, q_prefix=None):
@@ -624,12 +604,9 @@ def triton_decode(q, k_cache, v_cache, lengths, prefix_len, q_prefix=None):
     parts = torch.empty(B, H, shares, D, dtype=torch.float32, device=q.device)
     lse = torch.empty(B, H, shares, dtype=torch.float32, device=q.device)
     out = torch.empty(B, H, 1, D, dtype=q.dtype, device=q.device)
-    has_qp = q_prefix is not None
-    heads = q.transpose(1, 2)                                               # (B, 1, H, D)
-    heads_prefix = q_prefix.transpose(1, 2) if has_qp else heads
+    queries = [None if x is None else x.transpose(1, 2) for x in (q, q_prefix)]        # (B, 1, H, D)
+    lengths, P = lengths.expand(B).contiguous(), prefix_len.expand(B).contiguous()
     with torch.cuda.device_of(q):
-        _decode[shares, Hkv, B](
-            *_strided(heads, heads_prefix, k_cache, v_cache), parts, lse, lengths.expand(B).contiguous(),
-            prefix_len.expand(B).contiguous(), H, Hkv, S, HAS_QP=has_qp, **config)
+        _decode[shares, Hkv, B](_strided(*queries), *_strided(k_cache, v_cache), parts, lse, lengths, P, H, Hkv, S, **config)
         _merge[B * H,](parts, lse, out, D, config["PAD"], shares)
     return out
