@@ -1,563 +1,133 @@
 """
-Attention over a prefix and a sliding window.
+Attention over a prefix and a sliding window: the two public functions, and the Triton kernels.
 
-    python attention.py 40 8 12        # print the mask and the tile map for T=40 tokens, prefix P=8, window W=12
+prefix_sliding_attention is for training and prefill, decode_attention for one query per row against a cache.
+Both compute softmax(q k^T / sqrt(D)) v under the predicate `visible` of attention.py, in one of several ways:
 
-One predicate, `visible`, says who sees whom. Everything else here is a way to compute softmax(q k^T) v under it:
+    dense     the definition, for tests and short sequences                         attention.py
+    torch     block-sparse in PyTorch: any device, any dtype                        attention.py
+    triton    the same tiles as fused kernels, from Ampere to Blackwell, with their own backward; float16,
+              bfloat16 or float32 and D <= 256
+    flex      PyTorch's FlexAttention under the same predicate, as a peer to compare with; CUDA
 
-    dense     the definition: one (Tq, Tk) mask. The reference, for tests and short sequences.
-    torch     block-sparse: a tile of queries meets the tiles of the prefix and the tiles of its window and no other, so time
-              and memory grow linearly with T. Any device, any dtype, differentiable. Without gradients, while every token is
-              in the window or the prefix, the mask is the causal one, and PyTorch's own attention takes it.
-    triton    the same tiles as fused kernels, from Ampere to Blackwell, with their own backward. float16, bfloat16, float32.
-    flex      PyTorch's FlexAttention with the same predicate, as a peer to compare with. CUDA.
+Without a GPU nothing below the checks is ever called.
 
-The first two call `_attend`, which is the whole of the mathematics, on the indices they choose. Decoding has one query per row
-and no mask: every key that is still in the cache is visible (sliding_cache.py sees to that), in whatever order the slots are.
-
-Shapes: q (B, H, Tq, D), k and v (B, Hkv, Tk, D); query head h reads key head h // (H // Hkv). scale = D ** -0.5.
+One limit of the kernels is on purpose. The gradient of a prefix key comes from all later queries, and one program
+computes it for a tile of keys. Beyond some hundred thousand queries in one pass, the few programs of a short
+prefix run for longer than all others together. Sharing the queries of such a tile out among several programs
+would mend that, for a second kernel that adds up their parts; no trainer here passes so many queries at once.
 """
 import functools
 import types
 
 import torch
-import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from attention import _attend, _BlockSparse, _softmax, check_window, key_tiles, upcast, visible
+from attention import block_sparse_attention, check_window, decode_in_torch, dense_attention, key_tiles, visible
 
-try:
-    import triton
-    import triton.language as tl
-    from triton import jit
-except ImportError:  # the kernels below stay plain functions that nobody calls
-    triton, tl = None, types.SimpleNamespace(constexpr=lambda x: x)
-
-    def jit(f=None, **options):
-        return f or jit
-
-PIECES = 1024  # programs that share the gradient of the prefix keys, in all: enough to fill any GPU
-
-# ---------------------------------------------------------------------------------------------------------------------
-# training and prefill: many queries
 
 def prefix_sliding_attention(q, k, v, prefix_len, window, *, q_start=None, q_prefix=None, impl="auto"):
-    """Attention in which query i sees key j iff visible(i, j, prefix_len, window). Differentiable in q, k, v and q_prefix.
+    """Attention in which query i sees key j iff visible(i, j, prefix_len, window). Differentiable.
 
-    q (B, H, Tq, D), k and v (B, Hkv, Tk, D); any strides. prefix_len: int or (B,). window: int >= 1, or None for full attention.
-    q_start: the key index of query 0, int or (B,), default Tk - Tq. Keys are padded on the right: causality hides the padding.
+    q (B, H, Tq, D), k and v (B, Hkv, Tk, D), any strides; query head h reads key head h // (H // Hkv).
+    prefix_len: int or (B,). window: int >= 1, or None for full attention.
+    q_start: the key index of query 0, int or (B,), default Tk - Tq. Keys are padded on the right: causality hides
+    the padding.
     q_prefix (B, H, Tq, D): the query that meets the keys j < prefix_len, for rope="reset"; default q.
-    impl: "auto" (triton on CUDA, else torch) | "triton" | "torch" | "dense" | "flex" (CUDA, no q_prefix). Returns (B, H, Tq, D).
-    Raises ValueError for shapes, dtypes or devices that do not fit.
+    impl: "auto" (triton on CUDA, else torch) | "triton" | "torch" | "dense" | "flex" (no q_prefix).
+    Returns (B, H, Tq, D). Raises ValueError for shapes, dtypes or devices that do not fit.
     """
-    _check(q, k, v, window, q_prefix)
-    impl = _choose(impl, q, q_prefix, ("triton", "torch", "dense", "flex"))
-    Tq, Tk = q.size(2), k.size(2)
-    P = _per_row(prefix_len, q, "prefix_len", 0)                                      # (B,) or (1,)
-    start = _per_row(Tk - Tq if q_start is None else q_start, q, "q_start", 0, Tk - Tq)  # (B,) or (1,)
-    if impl == "dense":
-        i = start[:, None] + torch.arange(Tq, device=q.device)                        # (B | 1, Tq)
-        return _attend(q, k, v, q_prefix, i, torch.arange(Tk, device=q.device), P, window)
-    if impl == "flex":
-        return _flex(q, k, v, P, window, start)
-    if impl == "triton":
-        return _Triton.apply(q, k, v, q_prefix, P.expand(q.size(0)).contiguous(), FULL if window is None else min(window, FULL),
-                             start.expand(q.size(0)).contiguous())
-    everything = Tq == Tk and q_prefix is None and (window is None or Tk <= window or int(P.min()) >= Tk)
-    if everything and not torch.is_grad_enabled():                                    # a prefill: the mask is the causal one
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.size(1) != k.size(1))
-    return _BlockSparse.apply(q, k, v, q_prefix, P, window, start)
+    implementations = dict(triton=triton_attention, torch=block_sparse_attention, dense=dense_attention,
+                           flex=flex_attention)
+    _check(q, k, v, q_prefix)
+    check_window(window)
+    attention = _choose(impl, implementations, q, q_prefix)
+    latest = k.size(2) - q.size(2)
+    prefix_len = _per_row(prefix_len, q, "prefix_len", 0)
+    q_start = _per_row(latest if q_start is None else q_start, q, "q_start", 0, latest)
+    return attention(q, k, v, prefix_len, window, q_start, q_prefix)
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# decoding: one query per row, against the cache
 
 def decode_attention(q, k_cache, v_cache, lengths, *, prefix_len=None, q_prefix=None, impl="auto"):
-    """One query per row against the first lengths[b] slots of a cache, in whatever order they are. Not differentiable.
+    """One query per row against the first lengths[b] slots of a cache, in any order. Not differentiable.
 
-    q (B, H, 1, D), k_cache and v_cache (B, Hkv, S, D), lengths (B,). With q_prefix (B, H, 1, D), the slots below prefix_len
-    (int or (B,)) meet q_prefix instead of q (rope="reset"); both queries are scored in the same pass over the keys.
-    impl: "auto" (triton on CUDA, else torch) | "triton" | "torch". Returns (B, H, 1, D), zeros for rows of length 0. Raises
-    ValueError for shapes, dtypes or devices that do not fit.
+    q (B, H, 1, D), k_cache and v_cache (B, Hkv, S, D), lengths: int or (B,).
+    q_prefix (B, H, 1, D): the query that meets the slots below prefix_len (int or (B,)), for rope="reset". Both
+    queries are scored in one pass over the keys. Without it prefix_len is not looked at.
+    impl: "auto" (triton on CUDA, else torch) | "triton" | "torch".
+    Returns (B, H, 1, D), zeros for rows of length 0. Raises ValueError for shapes, dtypes or devices that do not
+    fit. On CUDA nothing waits for the device, so that a CUDA graph can record it.
     """
-    _check(q, k_cache, v_cache, None, q_prefix)
-    B, H, Tq, D = q.shape
-    Hkv, S = k_cache.shape[1:3]
-    if Tq != 1:
-        raise ValueError(f"decode_attention takes one query per row, q has {Tq}")
-    impl = _choose(impl, q, q_prefix, ("triton", "torch"))
-    if q_prefix is not None and prefix_len is None:
+    _check(q, k_cache, v_cache, q_prefix)
+    attention = _choose(impl, dict(triton=triton_decode, torch=decode_in_torch), q, q_prefix)
+    if q.size(2) != 1:
+        raise ValueError(f"decode_attention takes one query per row, q has {q.size(2)}")
+    lengths = _per_row(lengths, q, "lengths", 0, k_cache.size(2))
+    if q_prefix is None:
+        prefix_len = lengths    # some tensor: nobody reads it
+    elif prefix_len is None:
         raise ValueError("q_prefix needs prefix_len: the slots that it is for")
-    lengths = _per_row(lengths, q, "lengths", 0, S)
-    P = lengths if q_prefix is None else _per_row(prefix_len, q, "prefix_len", 0)
-    if impl == "triton":
-        return _triton_decode(q, k_cache, v_cache, lengths.expand(B).contiguous(), P.expand(B).contiguous(), q_prefix)
-    lengths, P = lengths.view(-1, 1, 1, 1), P.view(-1, 1, 1, 1)
-    slot = torch.arange(S, device=q.device)
-    queries = [x.reshape(B, Hkv, H // Hkv, D) for x in (q, q_prefix) if x is not None]
-    s = (upcast(torch.cat(queries, 2)) @ upcast(k_cache).transpose(-1, -2)).split(H // Hkv, 2)  # (B, Hkv, H // Hkv, S), once or twice
-    s = s[0] if q_prefix is None else torch.where(slot < P, s[1], s[0])
-    p = _softmax(s, slot < lengths, D).to(v_cache.dtype)
-    y = torch.where(lengths > 0, p @ v_cache, 0)                                      # a row without keys has no softmax
-    return y.view(B, H, 1, D)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Triton: the same tiles, each program its own
-#
-# The kernels call the functions above, compiled: `visible` and those that count tiles say who sees whom, for them as for PyTorch.
-# A program visits the tiles of the prefix and of the window and no other, first those that need no mask, then those that a boundary
-# cuts. Statistics and sums are float32 whatever the inputs are. An invisible score is -inf and no large number in its place: rows
-# may have scores of any size, and one that sees nothing gives 0. Offsets are 64 bits wide. Dots of float32 inputs run in float32
-# ("ieee") and not in TF32, whose errors near 2e-2 nobody who asks for float32 expects.
-#
-# In the signatures: capitals are pointers and compile-time sizes, M queries by N keys a tile, D padded to PAD, a power of two;
-# s* are tuples of four strides; TWO says that q_prefix is there.
-
-def inner_tiles(first, last, P, W, tile, a, b, c):
-    """Of the tiles 0..a-1 and b..c-1 of key_tiles, those that need no mask, as (p, d, e): 0..p-1 and d..e-1. The others, p..a-1,
-    b..d-1 and e..c-1, may be cut by a boundary."""
-    # where the window of the last query begins inside the prefix, no key between prefix and window is hidden from anyone
-    d = b if W is None or P > last - W else max((last - W + tile) // tile, b)
-    return min(P // tile, a), d, max((first + 1) // tile, d)
-
-
-def key_tiles_apart(P, tile, b, c):
-    """(n, m): with q_prefix, the tiles 0..n-1 are visited for it and m..c-1 for q, each masked to its own side of P. One tile, that
-    which P cuts, may be visited for both: its keys need both queries."""
-    return min((P + tile - 1) // tile, c), min(max(b, P // tile), c)
-
-
-def query_tiles(first, last, start, Tq, W, tile):
-    """Seen from the keys first..last, where query 0 has the index start: (lo, d, e, hi), the tiles lo..hi-1 of the queries that see
-    any of them, of which d..e-1 need no mask. A query sees a key from its own index on, for W tokens, or for ever (W = None)."""
-    end = Tq if W is None else min(max(last + W - start, 0), Tq)
-    hi = (end + tile - 1) // tile
-    lo = min(max(first - start, 0) // tile, hi)
-    d = min(max(last - start + tile - 1, 0) // tile, hi)
-    e = hi if W is None else min(max(first + W - start, 0) // tile, hi)
-    return lo, d, max(d, e), hi
-
-
-def n_tiles(edge, p, a, b, d, e, c):
-    """How many tiles there are in the ranges p..a-1, b..d-1 and e..c-1 (edge), or in 0..p-1 and d..e-1."""
-    return a - p + d - b + c - e if edge else p + e - d
-
-
-def nth_tile(x, edge, p, a, b, d, e, c):
-    """Tile number x of those."""
-    if edge:
-        x = x + p
-        x = x if x < a else x + b - a
-        return x if x < d else x + e - d
-    return x if x < p else x + d - p
-
-
-def prefix_pieces(key_tiles, slots, query_tiles):
-    """Into how many pieces the queries of one prefix tile are divided, so that all pieces fit into the slots and each has at least
-    four tiles of queries."""
-    return max(min(slots // max(key_tiles, 1), (query_tiles + 3) // 4), 1)
-
-
-FULL = 2**30  # the window that stands for None in a kernel: longer than any sequence, and twice of it still fits 32 bits
-LOG2E = tl.constexpr(1.4426950408889634)
-_visible, _key_tiles, _inner_tiles, _key_tiles_apart, _query_tiles, _n_tiles, _nth_tile, _prefix_pieces = map(
-    jit, (visible, key_tiles, inner_tiles, key_tiles_apart, query_tiles, n_tiles, nth_tile, prefix_pieces))
-
-
-@jit
-def _tile(X, stride, b, h, start, n, SIZE: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr):
-    """Pointers and mask of the SIZE rows from `start` on of X[b, h], which has n rows.  (SIZE, PAD) both"""
-    row, d = tl.arange(0, SIZE)[:, None], tl.arange(0, PAD)[None, :]
-    mask = row < n - start
-    if D != PAD:
-        mask = mask & (d < D)
-    X += b.to(tl.int64) * stride[0] + h.to(tl.int64) * stride[1] + tl.cast(start, tl.int64) * stride[2]
-    return X + (row.to(tl.int64) * stride[2] + d.to(tl.int64) * stride[3]), mask
-
-
-@jit
-def _load(X, stride, b, h, start, n, SIZE: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr):
-    """Those rows, zeros where there are none.  (SIZE, PAD)"""
-    pointers, mask = _tile(X, stride, b, h, start, n, SIZE, D, PAD)
-    return tl.load(pointers, mask=mask, other=0.0)
-
-
-@jit
-def _query_tile(P, START, B, H, Tq, Tk, M: tl.constexpr):
-    """Which tile of queries this program has: batch row b, head h, first row; the indices of its first and last query; its prefix
-    length. The last tiles come first, which without a window have the most to do, and the heads that share keys come together."""
-    pid = tl.program_id(0)
-    h, b = pid % H, pid // H % B
-    row = (tl.cdiv(Tq, M) - 1 - pid // H // B) * M
-    first = row + tl.load(START + b).to(tl.int32)
-    last = first + tl.minimum(M, Tq - row) - 1
-    return b, h, row, first, last, tl.minimum(tl.load(P + b), Tk).to(tl.int32)
-
-
-@jit
-def _ranges(first, last, P, W, N: tl.constexpr):
-    """The arguments of _nth_tile for one query: (p, a, b, d, e, c)."""
-    a, b, c = _key_tiles(first, last, P, W, N)
-    p, d, e = _inner_tiles(first, last, P, W, N, a, b, c)
-    return p, a, b, d, e, c
-
-
-@jit
-def _ranges_apart(first, last, P, W, N: tl.constexpr):
-    """The same for q_prefix and for q."""
-    _, _, b, d, e, c = _ranges(first, last, 0, W, N)
-    n, m = _key_tiles_apart(P, N, b, c)
-    d = max(d, n)
-    return (min(P // N, (first + 1) // N), n, n, n, n, n), (0, 0, m, d, max(e, d), c)
-
-
-@jit
-def _attend_tiles(acc, top, total, q, keys, ranges, first, P, W, floor, scale,
-                  M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr):
-    """Online softmax of a tile of queries, the first of which has index `first`, over the key tiles in `ranges`: acc (M, PAD) the
-    weighted sum of values, top (M,) the largest score in base 2, total (M,) the sum of weights, all so far. `keys` says where the
-    keys are; those below floor are not seen."""
-    K, V, sk, sv, b, h, Tk = keys
-    i = first + tl.arange(0, M)[:, None]
-    for edge in tl.static_range(2):
-        for x in range(_n_tiles(edge, *ranges)):
-            start = _nth_tile(x, edge, *ranges) * N
-            k = _load(K, sk, b, h, start, Tk, N, D, PAD)
-            s = tl.dot(q, tl.trans(k), input_precision="ieee")                        # (M, N)
-            if edge:
-                j = start + tl.arange(0, N)[None, :]
-                s = tl.where(_visible(i, j, P, W) & (j >= floor), s, float("-inf"))
-            new_top = tl.maximum(top, tl.max(s, 1) * scale)
-            safe = tl.where(new_top == float("-inf"), 0.0, new_top)                   # nothing seen yet: -inf - -inf would be NaN
-            p = tl.exp2(s * scale - safe[:, None])
-            keep = tl.exp2(top - safe)                                                # brings what was summed so far to the new scale
-            v = _load(V, sv, b, h, start, Tk, N, D, PAD)
-            acc = tl.dot(p.to(v.dtype), v, acc * keep[:, None], input_precision="ieee")
-            total = total * keep + tl.sum(p, 1)
-            top = new_top
-    return acc, top, total
-
-
-@jit(do_not_specialize=["B", "Tq", "Tk", "W"])
-def _forward(Q, QP, K, V, OUT, LSE, P, START, sq, sqp, sk, sv, so, B, H, Hkv, Tq, Tk, W, scale,
-             M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr, TWO: tl.constexpr):
-    """OUT and LSE (B, H, Tq), the log-sum-exp in base 2. Source of the online softmax: arXiv 2307.08691, algorithm 1."""
-    b, h, row, first, last, prefix = _query_tile(P, START, B, H, Tq, Tk, M)
-    acc = tl.zeros((M, PAD), tl.float32)
-    top, total = tl.full((M,), float("-inf"), tl.float32), tl.zeros((M,), tl.float32)
-    keys = (K, V, sk, sv, b, h // (H // Hkv), Tk)
-    if TWO:
-        ranges_prefix, ranges = _ranges_apart(first, last, prefix, W, N)
-        q = _load(QP, sqp, b, h, row, Tq, M, D, PAD)
-        acc, top, total = _attend_tiles(acc, top, total, q, keys, ranges_prefix, first, prefix, 0, 0, scale * LOG2E, M, N, D, PAD)
-        q = _load(Q, sq, b, h, row, Tq, M, D, PAD)
-        acc, top, total = _attend_tiles(acc, top, total, q, keys, ranges, first, 0, W, prefix, scale * LOG2E, M, N, D, PAD)
     else:
-        ranges = _ranges(first, last, prefix, W, N)
-        q = _load(Q, sq, b, h, row, Tq, M, D, PAD)
-        acc, top, total = _attend_tiles(acc, top, total, q, keys, ranges, first, prefix, W, 0, scale * LOG2E, M, N, D, PAD)
-    out, mask = _tile(OUT, so, b, h, row, Tq, M, D, PAD)
-    rows, some, total = row + tl.arange(0, M), total > 0, tl.where(total > 0, total, 1.0)
-    tl.store(out, (acc / total[:, None]).to(OUT.dtype.element_ty), mask=mask)
-    # +inf for a row that sees nothing: the backward's exp2(score - LSE) is then 0
-    tl.store(LSE + (b * H + h).to(tl.int64) * Tq + rows, tl.where(some, top + tl.log2(total), float("inf")), mask=rows < Tq)
+        prefix_len = _per_row(prefix_len, q, "prefix_len", 0)
+    return attention(q, k_cache, v_cache, lengths, prefix_len, q_prefix)
 
 
-@jit
-def _dq_tiles(dq, q, do, lse, delta, keys, ranges, first, P, W, floor, scale,
-              M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr):
-    """Add to dq (M, PAD) what comes from the key tiles in `ranges`, as in _attend_tiles."""
-    K, V, sk, sv, b, h, Tk = keys
-    i = first + tl.arange(0, M)[:, None]
-    for edge in tl.static_range(2):
-        for x in range(_n_tiles(edge, *ranges)):
-            start = _nth_tile(x, edge, *ranges) * N
-            k = _load(K, sk, b, h, start, Tk, N, D, PAD)
-            v = _load(V, sv, b, h, start, Tk, N, D, PAD)
-            p = tl.exp2(tl.dot(q, tl.trans(k), input_precision="ieee") * scale - lse[:, None])        # (M, N)
-            if edge:
-                j = start + tl.arange(0, N)[None, :]
-                p = tl.where(_visible(i, j, P, W) & (j >= floor), p, 0.0)
-            ds = p * (tl.dot(do, tl.trans(v), input_precision="ieee") - delta[:, None])
-            dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
-    return dq
+# ------------------------------------------------------------------------------------------------------------
+# checks: each argument once, here and nowhere below
+
+def _check(q, k, v, q_prefix):
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape:
+        raise ValueError(f"attention wants q (B, H, Tq, D) and k, v (B, Hkv, Tk, D), not {shapes}")
+    if not q.is_floating_point() or q.numel() == 0:
+        raise ValueError(f"attention wants real floating-point numbers, and some, not {q.dtype} in {shapes}")
+    if q.size(0) != k.size(0) or q.size(3) != k.size(3) or q.size(1) % k.size(1):
+        raise ValueError(f"batch and head size must agree, and H be a multiple of Hkv: {shapes}")
+    if q_prefix is not None and q_prefix.shape != q.shape:
+        raise ValueError(f"q_prefix must be shaped as q: q_prefix {tuple(q_prefix.shape)}, {shapes}")
+    for name, x in dict(k=k, v=v, q_prefix=q_prefix).items():
+        if x is not None and (x.dtype, x.device) != (q.dtype, q.device):
+            raise ValueError(f"{name} is {x.dtype} on {x.device}, q is {q.dtype} on {q.device}")
 
 
-@jit(do_not_specialize=["B", "Tq", "Tk", "W"])
-def _backward_q(Q, QP, K, V, OUT, DOUT, LSE, DELTA, DQ, DQP, P, START, sq, sqp, sk, sv, so, sdo, sdq, sdqp,
-                B, H, Hkv, Tq, Tk, W, scale, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr, TWO: tl.constexpr):
-    """DQ and DQP over the tiles of the forward, and for _backward_kv DELTA (B, H, Tq), the sum of OUT * DOUT over D."""
-    b, h, row, first, last, prefix = _query_tile(P, START, B, H, Tq, Tk, M)
-    keys, rows = (K, V, sk, sv, b, h // (H // Hkv), Tk), row + tl.arange(0, M)
-    at = (b * H + h).to(tl.int64) * Tq + rows
-    do = _load(DOUT, sdo, b, h, row, Tq, M, D, PAD)
-    delta = tl.sum(do.to(tl.float32) * _load(OUT, so, b, h, row, Tq, M, D, PAD).to(tl.float32), 1)
-    lse = tl.load(LSE + at, mask=rows < Tq, other=float("inf"))
-    tl.store(DELTA + at, delta, mask=rows < Tq)
-    dq = tl.zeros((M, PAD), tl.float32)
-    if TWO:
-        ranges_prefix, ranges = _ranges_apart(first, last, prefix, W, N)
-        q = _load(QP, sqp, b, h, row, Tq, M, D, PAD)
-        dqp = _dq_tiles(dq, q, do, lse, delta, keys, ranges_prefix, first, prefix, 0, 0, scale * LOG2E, M, N, D, PAD)
-        pointers, mask = _tile(DQP, sdqp, b, h, row, Tq, M, D, PAD)
-        tl.store(pointers, (dqp * scale).to(DQP.dtype.element_ty), mask=mask)
-        q = _load(Q, sq, b, h, row, Tq, M, D, PAD)
-        dq = _dq_tiles(dq, q, do, lse, delta, keys, ranges, first, 0, W, prefix, scale * LOG2E, M, N, D, PAD)
-    else:
-        ranges = _ranges(first, last, prefix, W, N)
-        q = _load(Q, sq, b, h, row, Tq, M, D, PAD)
-        dq = _dq_tiles(dq, q, do, lse, delta, keys, ranges, first, prefix, W, 0, scale * LOG2E, M, N, D, PAD)
-    pointers, mask = _tile(DQ, sdq, b, h, row, Tq, M, D, PAD)
-    tl.store(pointers, (dq * scale).to(DQ.dtype.element_ty), mask=mask)
+def _per_row(value, q, name, low, high=None):
+    """An int, or ints (B,), as a tensor (1,) or (B,) on q's device. On CUDA the values themselves are not checked,
+    which would have to wait for the device."""
+    value = torch.as_tensor(value)
+    if value.dim() > 1 or value.numel() not in (1, q.size(0)) or value.is_floating_point():
+        raise ValueError(f"{name} must be an int or {q.size(0)} ints, one per row of q, "
+                         f"not {tuple(value.shape)} of {value.dtype}")
+    if value.device.type == "cpu" and (value.min() < low or (high is not None and value.max() > high)):
+        limits = f"at least {low}" if high is None else f"from {low} to {high}"
+        raise ValueError(f"{name} must be {limits}, not {value.tolist()}")
+    return value.reshape(-1).to(q.device)
 
 
-@jit(do_not_specialize=["B", "Tq", "Tk", "W", "SLOTS"])
-def _backward_kv(Q, K, V, DOUT, LSE, DELTA, DK, DV, PARTS, P, START, sq, sk, sv, sdo, sdk, sdv, B, H, Hkv, Tq, Tk, W, SLOTS, scale,
-                 M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr, PREFIX: tl.constexpr):
-    """DK and DV of one tile of N keys of one key head, summed over the query heads that read it.
-
-    Launched twice. PREFIX: the keys below P, which all later queries see (W is FULL). There are few of them and they have the most
-    to do, so the queries of a tile are shared out among several programs, each of which writes its part into a slot of PARTS
-    (B * Hkv, SLOTS, 2, N, PAD); _sum_parts adds them up, always in the same order. Otherwise: the keys from P on, which the queries
-    of their own window see. The tile that P cuts is in both launches, and each of them stores its own rows of it."""
-    pid = tl.program_id(0)
-    hkv, b, t = pid % Hkv, pid // Hkv % B, pid // Hkv // B
-    prefix = tl.minimum(tl.load(P + b), Tk).to(tl.int32)
-    pieces = 1
-    piece = 0
-    if PREFIX:
-        pieces = _prefix_pieces(tl.cdiv(prefix, N), SLOTS, tl.cdiv(Tq, M))
-        piece = t % pieces
-        t = t // pieces
-    key = t * N
-    floor, end = (0, prefix) if PREFIX else (prefix, Tk)                              # this launch's keys
-    if (key >= end) | (key + N <= floor):
-        return
-    query_start = tl.load(START + b).to(tl.int32)
-    lo, d, e, hi = _query_tiles(key, key + N - 1, query_start, Tq, W, M)
-    if PREFIX:
-        share = tl.cdiv(hi - lo, pieces)
-        lo += piece * share
-        hi = tl.maximum(lo, tl.minimum(hi, lo + share))
-        d = tl.minimum(tl.maximum(d, lo), hi)
-        e = tl.minimum(tl.maximum(e, lo), hi)
-    k = _load(K, sk, b, hkv, key, Tk, N, D, PAD)
-    v = _load(V, sv, b, hkv, key, Tk, N, D, PAD)
-    dk, dv = tl.zeros((N, PAD), tl.float32), tl.zeros((N, PAD), tl.float32)
-    j = key + tl.arange(0, N)
-    for edge in tl.static_range(2):
-        n = _n_tiles(edge, 0, 0, lo, d, e, hi)                                        # tiles of queries, for each head
-        for x in range(n * (H // Hkv)):
-            h = hkv * (H // Hkv) + x // n
-            row = _nth_tile(x % n, edge, 0, 0, lo, d, e, hi) * M
-            rows = row + tl.arange(0, M)
-            q = _load(Q, sq, b, h, row, Tq, M, D, PAD)
-            do = _load(DOUT, sdo, b, h, row, Tq, M, D, PAD)
-            at = (b * H + h).to(tl.int64) * Tq + rows
-            lse = tl.load(LSE + at, mask=rows < Tq, other=float("inf"))               # inf: rows beyond the end add nothing
-            delta = tl.load(DELTA + at, mask=rows < Tq, other=0.0)
-            p = tl.exp2(tl.dot(k, tl.trans(q), input_precision="ieee") * (scale * LOG2E) - lse[None, :])      # (N, M)
-            if edge:
-                p = tl.where(_visible(query_start + rows[None, :], j[:, None], 0, W), p, 0.0)
-            dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
-            ds = p * (tl.dot(v, tl.trans(do), input_precision="ieee") - delta[None, :])
-            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
-    if pieces > 1:
-        slot = PARTS + ((b * Hkv + hkv) * SLOTS + t * pieces + piece).to(tl.int64) * (2 * N * PAD)
-        slot += tl.arange(0, N)[:, None] * PAD + tl.arange(0, PAD)[None, :]
-        tl.store(slot, dk * scale)
-        tl.store(slot + N * PAD, dv)
-    else:
-        own = (j >= floor) & (j < end)
-        pointers, mask = _tile(DK, sdk, b, hkv, key, Tk, N, D, PAD)
-        tl.store(pointers, (dk * scale).to(DK.dtype.element_ty), mask=mask & own[:, None])
-        pointers, mask = _tile(DV, sdv, b, hkv, key, Tk, N, D, PAD)
-        tl.store(pointers, dv.to(DV.dtype.element_ty), mask=mask & own[:, None])
+def _choose(impl, implementations, q, q_prefix):
+    """The function that impl names, for tensors like q."""
+    takes_triton = q.dtype in (torch.float16, torch.bfloat16, torch.float32) and q.size(3) <= 256
+    if impl == "auto":
+        impl = "triton" if triton and q.is_cuda and takes_triton else "torch"
+    if impl not in implementations:
+        raise ValueError(f"impl={impl!r} is not one of {', '.join(map(repr, ['auto', *implementations]))}")
+    interpreted = triton and not isinstance(_forward, triton.JITFunction)
+    if impl == "triton" and not (triton and takes_triton and (q.is_cuda or interpreted)):
+        raise ValueError(
+            f"impl='triton' wants Triton (here {triton and triton.__version__}), CUDA tensors (or TRITON_INTERPRET=1 "
+            f"set before the import), float16, bfloat16 or float32, and D <= 256, "
+            f"not {q.dtype} on {q.device} with D={q.size(3)}")
+    if impl == "flex" and (not q.is_cuda or q_prefix is not None):
+        raise ValueError(f"impl='flex' wants CUDA tensors, not {q.device}, and no q_prefix")
+    return implementations[impl]
 
 
-@jit(do_not_specialize=["B", "Tq", "Tk", "SLOTS"])
-def _sum_parts(PARTS, DK, DV, P, sdk, sdv, B, Hkv, Tq, Tk, SLOTS,
-               M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr):
-    """Add up what the prefix launch of _backward_kv left in PARTS, one tile of keys per program."""
-    pid = tl.program_id(0)
-    hkv, b, t = pid % Hkv, pid // Hkv % B, pid // Hkv // B
-    prefix = tl.minimum(tl.load(P + b), Tk).to(tl.int32)
-    pieces = _prefix_pieces(tl.cdiv(prefix, N), SLOTS, tl.cdiv(Tq, M))
-    if (pieces == 1) | (t * N >= prefix):
-        return
-    slot = PARTS + ((b * Hkv + hkv) * SLOTS + t * pieces).to(tl.int64) * (2 * N * PAD)
-    slot += tl.arange(0, N)[:, None] * PAD + tl.arange(0, PAD)[None, :]
-    dk, dv = tl.zeros((N, PAD), tl.float32), tl.zeros((N, PAD), tl.float32)
-    for piece in range(pieces):
-        dk += tl.load(slot + piece * (2 * N * PAD))
-        dv += tl.load(slot + piece * (2 * N * PAD) + N * PAD)
-    pointers, mask = _tile(DK, sdk, b, hkv, t * N, prefix, N, D, PAD)
-    tl.store(pointers, dk.to(DK.dtype.element_ty), mask=mask)
-    pointers, mask = _tile(DV, sdv, b, hkv, t * N, prefix, N, D, PAD)
-    tl.store(pointers, dv.to(DV.dtype.element_ty), mask=mask)
-
-
-@jit(do_not_specialize=["B", "S"])
-def _decode(Q, QP, K, V, OUTS, LSE, LENGTHS, P, sq, sqp, sk, sv, B, H, Hkv, S, scale, M: tl.constexpr, N: tl.constexpr,
-            D: tl.constexpr, PAD: tl.constexpr, SPLITS: tl.constexpr, TWO: tl.constexpr):
-    """Attention of the query heads of one key head over one of SPLITS shares of the valid slots: OUTS (B, H, SPLITS, D) and LSE
-    (B, H, SPLITS) in base 2, both float32. The heads are the rows of one tile, so that every slot is read once for all of them.
-    Source: flash-decoding (Dao, Haziza, Massa and Sizov 2023)."""
-    pid = tl.program_id(0)
-    split, hkv, b = pid % SPLITS, pid // SPLITS % Hkv, pid // SPLITS // Hkv
-    length = tl.minimum(tl.load(LENGTHS + b), S).to(tl.int32)
-    share = tl.cdiv(tl.cdiv(length, N), SPLITS)                                       # tiles of slots
-    h = hkv * (H // Hkv)
-    q = _load(Q, sq, b, 0 * b, h, h + H // Hkv, M, D, PAD)                            # the heads are the rows
-    if TWO:
-        qp = _load(QP, sqp, b, 0 * b, h, h + H // Hkv, M, D, PAD)
-        prefix = tl.minimum(tl.load(P + b), S).to(tl.int32)
-    acc = tl.zeros((M, PAD), tl.float32)
-    top, total = tl.full((M,), float("-inf"), tl.float32), tl.zeros((M,), tl.float32)
-    for t in range(split * share, tl.minimum(split * share + share, tl.cdiv(length, N))):
-        k = _load(K, sk, b, hkv, t * N, length, N, D, PAD)
-        slot = t * N + tl.arange(0, N)[None, :]
-        s = tl.dot(q, tl.trans(k), input_precision="ieee")                            # (M, N)
-        if TWO:
-            s = tl.where(slot < prefix, tl.dot(qp, tl.trans(k), input_precision="ieee"), s)
-        s = tl.where(slot < length, s * (scale * LOG2E), float("-inf"))
-        new_top = tl.maximum(top, tl.max(s, 1))                                       # finite: the tile has a valid slot
-        p = tl.exp2(s - new_top[:, None])
-        keep = tl.exp2(top - new_top)
-        v = _load(V, sv, b, hkv, t * N, length, N, D, PAD)
-        acc = tl.dot(p.to(v.dtype), v, acc * keep[:, None], input_precision="ieee")
-        total = total * keep + tl.sum(p, 1)
-        top = new_top
-    g, d = tl.arange(0, M), tl.arange(0, PAD)
-    at = ((b * H + h + g) * SPLITS + split).to(tl.int64)
-    total = tl.where(total > 0, total, 1.0)                                           # an empty share: LSE stays -inf
-    tl.store(OUTS + (at[:, None] * D + d[None, :]), acc / total[:, None], mask=(g[:, None] < H // Hkv) & (d[None, :] < D))
-    tl.store(LSE + at, top + tl.log2(total), mask=g < H // Hkv)
-
-
-@jit
-def _merge(OUTS, LSE, OUT, D: tl.constexpr, PAD: tl.constexpr, SPLITS: tl.constexpr):
-    """The shares of one head of one row of the batch, weighted by their log-sum-exp: OUT (B, H, 1, D)."""
-    at, split, d = tl.program_id(0).to(tl.int64), tl.arange(0, SPLITS), tl.arange(0, PAD)
-    lse = tl.load(LSE + (at * SPLITS + split))
-    top = tl.max(lse, 0)
-    weight = tl.exp2(lse - tl.where(top == float("-inf"), 0.0, top))                  # (SPLITS,), all 0 for a row of length 0
-    outs = tl.load(OUTS + ((at * SPLITS + split)[:, None] * D + d[None, :]), mask=d[None, :] < D, other=0.0)
-    total = tl.sum(weight, 0)
-    out = tl.sum(outs * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
-    tl.store(OUT + (at * D + d), out.to(OUT.dtype.element_ty), mask=d < D)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Triton: launching
-
-# (M, N, warps, stages) by the bytes of a padded row of D elements, which count twice in float32, whose dots need the registers; first
-# on devices that give a program 200 KB of shared memory or more (H100, B200), then on others. Nothing here depends on T: kernels
-# tuned per length stall whenever a length is new. Of the tiles tried, these are the largest whose buffers fit and whose forward, in
-# half precision at head_dim 64 and 128, stays in registers: tests/aot.py checks it.
-TILES = {
-    "forward":     {128: ((128, 64, 8, 3), (128, 64, 8, 3)), 256: ((128, 64, 8, 3), (128, 64, 8, 2)),
-                    512: ((64, 64, 8, 2), (64, 32, 4, 2)), 1024: ((32, 16, 4, 2), (32, 16, 4, 1))},
-    "forward_two": {128: ((128, 64, 8, 3), (128, 64, 8, 3)), 256: ((128, 64, 8, 3), (64, 32, 4, 2)),
-                    512: ((64, 64, 8, 2), (64, 32, 4, 2)), 1024: ((32, 16, 4, 2), (32, 16, 4, 1))},
-    "backward_q":  {128: ((128, 64, 8, 2), (128, 64, 8, 2)), 256: ((128, 64, 8, 2), (128, 32, 8, 2)),
-                    512: ((64, 32, 8, 2), (32, 32, 4, 1)), 1024: ((16, 16, 4, 1), (16, 16, 4, 1))},
-    "backward_kv": {128: ((64, 128, 8, 2), (32, 128, 8, 2)), 256: ((32, 128, 8, 2), (32, 64, 8, 2)),
-                    512: ((32, 64, 8, 2), (32, 32, 4, 1)), 1024: ((16, 16, 4, 1), (16, 16, 4, 1))},
-    "decode":      {128: ((16, 64, 4, 3), (16, 64, 4, 3)), 256: ((16, 64, 4, 3), (16, 64, 4, 2)),
-                    512: ((16, 32, 4, 3), (16, 32, 4, 2)), 1024: ((16, 16, 4, 3), (16, 16, 4, 2))},
-}
-
-
-def tile_config(kernel, q):
-    """The compile-time sizes of a kernel in TILES, as keyword arguments of its launch."""
-    PAD = max(16, triton.next_power_of_2(q.size(3)))
-    row = PAD * q.element_size() * (2 if q.dtype == torch.float32 else 1)
-    M, N, warps, stages = TILES[kernel][min(max(row, 128), 1024)][_device(q.device)[0] < 200_000]
-    return dict(M=M, N=N, D=q.size(3), PAD=PAD, num_warps=warps, num_stages=stages)
-
-
-@functools.cache
-def _device(device):
-    """Shared memory in bytes that a program may use, and the number of multiprocessors; for the interpreter, which has neither, 4."""
-    if device.type == "cpu":
-        return 101_376, 4
-    properties = torch.cuda.get_device_properties(device)
-    return properties.shared_memory_per_block_optin, properties.multi_processor_count
-
-
-class _Triton(torch.autograd.Function):
-    """The kernels as one differentiable function. Only inputs, output and log-sum-exp are kept; shapes as in the public function,
-    P and start (B,) integers, W an int."""
-
-    @staticmethod
-    def forward(ctx, q, k, v, q_prefix, P, W, start):
-        B, H, Tq, D = q.shape
-        Hkv, Tk = k.shape[1:3]
-        out, lse = torch.empty_like(q), torch.empty(B, H, Tq, dtype=torch.float32, device=q.device)
-        qp, config = q if q_prefix is None else q_prefix, tile_config("forward" if q_prefix is None else "forward_two", q)
-        with torch.cuda.device_of(q):
-            _forward[B * H * triton.cdiv(Tq, config["M"]),](
-                q, qp, k, v, out, lse, P, start, q.stride(), qp.stride(), k.stride(), v.stride(), out.stride(),
-                B, H, Hkv, Tq, Tk, W, D ** -0.5, TWO=q_prefix is not None, **config)
-        ctx.save_for_backward(q, k, v, q_prefix, out, lse, P, start)
-        ctx.window = W
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dout):
-        q, k, v, q_prefix, out, lse, P, start = ctx.saved_tensors
-        B, H, Tq, D = q.shape
-        Hkv, Tk = k.shape[1:3]
-        two, scale, qp, W = q_prefix is not None, D ** -0.5, q if q_prefix is None else q_prefix, ctx.window
-        dq, dqp, dk, dv, delta = map(torch.empty_like, (q, qp, k, v, lse))
-        config = tile_config("backward_q", q)
-        with torch.cuda.device_of(q):
-            _backward_q[B * H * triton.cdiv(Tq, config["M"]),](
-                q, qp, k, v, out, dout, lse, delta, dq, dqp, P, start, q.stride(), qp.stride(), k.stride(), v.stride(),
-                out.stride(), dout.stride(), dq.stride(), dqp.stride(), B, H, Hkv, Tq, Tk, W, scale, TWO=two, **config)
-            config = tile_config("backward_kv", q)
-            M, N, PAD = config["M"], config["N"], config["PAD"]
-            tiles = triton.cdiv(Tk, N)
-            slots = max(min(PIECES // max(B * Hkv, 1), tiles * prefix_pieces(1, PIECES, triton.cdiv(Tq, M))), 1)
-            parts = torch.empty(B * Hkv, slots, 2, N, PAD, dtype=torch.float32, device=q.device)
-            for x, window, prefix in ((qp, FULL, True), (q, W, False)):
-                _backward_kv[B * Hkv * (max(slots, tiles) if prefix else tiles),](
-                    x, k, v, dout, lse, delta, dk, dv, parts, P, start, x.stride(), k.stride(), v.stride(), dout.stride(),
-                    dk.stride(), dv.stride(), B, H, Hkv, Tq, Tk, window, slots, scale, PREFIX=prefix, **config)
-            _sum_parts[B * Hkv * min(slots // 2, tiles),](parts, dk, dv, P, dk.stride(), dv.stride(), B, Hkv, Tq, Tk, slots,
-                                                          M, N, D, PAD, num_warps=8)
-        return dq, dk, dv, dqp if two else None, None, None, None
-
-
-def _triton_decode(q, k, v, lengths, P, q_prefix):
-    """decode_attention by _decode and _merge. The grid depends on shapes only: nothing waits for the lengths, and a CUDA graph of it
-    holds whatever they become."""
-    B, H, _, D = q.shape
-    Hkv, S = k.shape[1:3]
-    config, qp = tile_config("decode", q), q if q_prefix is None else q_prefix
-    config["M"] = max(config["M"], triton.next_power_of_2(H // Hkv))
-    # two programs for each multiprocessor, if there are enough tiles of slots
-    splits = triton.next_power_of_2(max(1, min(2 * _device(q.device)[1] // max(B * Hkv, 1), triton.cdiv(S, config["N"]), 64)))
-    outs = torch.empty(B, H, splits, D, dtype=torch.float32, device=q.device)
-    lse = torch.empty(B, H, splits, dtype=torch.float32, device=q.device)
-    out = torch.empty(B, H, 1, D, dtype=q.dtype, device=q.device)
-    heads_as_rows = [x.transpose(1, 2).stride() for x in (q, qp)]
-    with torch.cuda.device_of(q):
-        _decode[B * Hkv * splits,](q, qp, k, v, outs, lse, lengths, P, *heads_as_rows, k.stride(), v.stride(), B, H, Hkv, S,
-                                   D ** -0.5, SPLITS=splits, TWO=q_prefix is not None, **config)
-        _merge[B * H,](outs, lse, out, D, config["PAD"], splits)
-    return out
-
-
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # FlexAttention, a peer
 
-def _flex(q, k, v, P, W, start):
-    """The same attention by PyTorch's FlexAttention. Imported and compiled at the first call; not there without CUDA."""
-    return flex_compiled()(q, k, v, block_mask=flex_block_mask(q, k, P, W, start), enable_gqa=q.size(1) != k.size(1))
+def flex_attention(q, k, v, prefix_len, window, q_start, q_prefix=None):
+    """The same attention by PyTorch's FlexAttention, compiled at the first call."""
+    block_mask = flex_block_mask(q, k, prefix_len, window, q_start)
+    return flex_compiled()(q, k, v, block_mask=block_mask, enable_gqa=q.size(1) != k.size(1))
 
 
 @functools.cache
@@ -566,57 +136,477 @@ def flex_compiled():
     return torch.compile(flex_attention, dynamic=False)
 
 
-def flex_block_mask(q, k, P, W, start):
-    """FlexAttention's block mask for `visible`, with P and start (1,) or (B,)."""
+def flex_block_mask(q, k, prefix_len, window, q_start):
+    """FlexAttention's block mask for `visible`, with prefix_len and q_start (1,) or (B,)."""
     from torch.nn.attention.flex_attention import create_block_mask
-    P, start = P.expand(q.size(0)), start.expand(q.size(0))
-    return create_block_mask(lambda b, h, i, j: visible(i + start[b], j, P[b], W), q.size(0), None, q.size(2), k.size(2),
-                             device=q.device, _compile=q.is_cuda)
+    B, Tq, Tk = q.size(0), q.size(2), k.size(2)
+    P, start = prefix_len.expand(B), q_start.expand(B)
+
+    def mask(b, h, i, j):
+        return visible(i + start[b], j, P[b], window)
+
+    return create_block_mask(mask, B, None, Tq, Tk, device=q.device, _compile=q.is_cuda)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# checks
+# ------------------------------------------------------------------------------------------------------------
+# Triton: which tiles a program visits
+#
+# The kernels call the plain functions `visible`, `key_tiles` and those of this section, compiled: they say who
+# sees whom for the GPU as for PyTorch. A program visits the tiles that it needs and no other: first the inner
+# ones, which need no mask, then the edge ones, which a boundary may cut.
+#
+# A rule (P, W, floor) says which keys a query sees: those at j >= floor for which visible(i, j, P, W). Without
+# q_prefix there is one rule, (prefix, window, 0). With it there are two, which share the keys between them:
+# (0, window, prefix) for q, and (prefix, 0, 0), the past of the prefix and no window, for q_prefix.
+#
+# What to visit under a rule is given by six numbers of tiles, p <= a <= b <= d <= e <= c:
+#     inner tiles  0..p-1  and d..e-1
+#     edge tiles   p..a-1, b..d-1 and e..c-1
 
-def _choose(impl, q, q_prefix, choices):
-    """The implementation that impl means for tensors like q. Raises ValueError for one that is unknown or cannot take them."""
-    fits = q.dtype in (torch.float16, torch.bfloat16, torch.float32) and q.size(3) <= 256
-    if impl == "auto":
-        return "triton" if triton and q.is_cuda and fits else "torch"
-    if impl not in choices:
-        raise ValueError(f"impl={impl!r} is not one of 'auto', {', '.join(map(repr, choices))}")
-    interpreted = triton and not isinstance(_forward, triton.JITFunction)
-    if impl == "triton" and not (triton and (q.is_cuda or interpreted) and fits):
-        raise ValueError(f"impl='triton' wants Triton (here {triton and triton.__version__}) and CUDA tensors (or TRITON_INTERPRET=1 set "
-                         f"before the import), float16, bfloat16 or float32, and D <= 256, not {q.dtype} on {q.device} with D={q.size(3)}")
-    if impl == "flex" and (not q.is_cuda or q_prefix is not None):
-        raise ValueError(f"impl='flex' wants CUDA tensors, not {q.device}, and no q_prefix")
-    return impl
-
-
-def _check(q, k, v, window, q_prefix):
-    if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape:
-        raise ValueError(f"attention wants q (B, H, Tq, D) and k, v (B, Hkv, Tk, D), not {_shapes(q=q, k=k, v=v)}")
-    if not q.is_floating_point() or q.numel() == 0:
-        raise ValueError(f"attention wants real floating-point numbers, and some, not {q.dtype} in {_shapes(q=q)}")
-    if q.size(0) != k.size(0) or q.size(3) != k.size(3) or q.size(1) % k.size(1):
-        raise ValueError(f"batch and head size must agree, and H be a multiple of Hkv: {_shapes(q=q, k=k)}")
-    if q_prefix is not None and q_prefix.shape != q.shape:
-        raise ValueError(f"q_prefix is shaped as q: {_shapes(q=q, q_prefix=q_prefix)}")
-    for name, t in (("k", k), ("v", v), ("q_prefix", q_prefix)):
-        if t is not None and (t.dtype, t.device) != (q.dtype, q.device):
-            raise ValueError(f"{name} is {t.dtype} on {t.device}, q is {q.dtype} on {q.device}")
-    check_window(window)
+def key_ranges(first, last, rule, tile, prefix_end, window_start, window_end):
+    """What to visit for the queries first..last, made from the three numbers that key_tiles gives for them."""
+    P, W, floor = rule
+    prefix_tiles = (P + tile - 1) // tile
+    c = min(window_end, prefix_tiles) if W == 0 else window_end
+    b = min(max(window_start, floor // tile), c)
+    a = min(prefix_end, b)
+    # if the window of the last query begins inside the prefix, no key between the two is hidden from anyone
+    d = b if W is None or P > last - W else max((last - W + tile) // tile, b)
+    d = min(max(d, (floor + tile - 1) // tile), c)
+    e = min(max((first + 1) // tile, d), c)
+    return min(P // tile, a), a, b, d, e, c
 
 
-def _shapes(**tensors):
-    return ", ".join(f"{name} {tuple(t.shape)}" for name, t in tensors.items())
+def query_ranges(first, last, start, Tq, rule, tile):
+    """What to visit for the keys first..last: tiles of the Tq queries, of which query 0 has the index start."""
+    P, W, floor = rule
+    end = Tq if W is None or first < P else min(max(last + W - start, 0), Tq)
+    hidden = (last < floor) | ((W == 0) & (first >= P))
+    c = 0 if hidden else (end + tile - 1) // tile
+    b = min(max(first - start, 0) // tile, c)
+    d = c if first < floor else min(max(last - start + tile - 1, 0) // tile, c)
+    e = c if W is None or last < P else min(max(first + W - start, 0) // tile, c)
+    return 0, 0, b, d, max(d, e), c
 
 
-def _per_row(value, q, name, low, high=None):
-    """An int or a (B,) tensor, as a (1,) or (B,) tensor on q's device. Values are checked where that costs no synchronisation."""
-    value = torch.as_tensor(value)
-    if value.dim() > 1 or value.numel() not in (1, q.size(0)) or value.is_floating_point():
-        raise ValueError(f"{name} is an int or {q.size(0)} ints, one per row of q, not {tuple(value.shape)} of {value.dtype}")
-    if value.device.type == "cpu" and (value.min() < low or high is not None and value.max() > high):
-        raise ValueError(f"{name} must be at least {low}" + ("" if high is None else f" and at most {high}") + f": {value.tolist()}")
-    return value.reshape(-1).to(q.device)
+def count_tiles(edge, ranges):
+    """How many edge tiles there are in the ranges, or inner ones."""
+    p, a, b, d, e, c = ranges
+    return a - p + d - b + c - e if edge else p + e - d
+
+
+def nth_tile(x, edge, ranges):
+    """Tile number x of those."""
+    p, a, b, d, e, c = ranges
+    if edge:
+        x = x + p
+        x = x if x < a else x + b - a
+        return x if x < d else x + e - d
+    return x if x < p else x + d - p
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Triton: the kernels
+#
+# Capitals are tensors in memory. One with strides is a pair (pointer, strides), a contiguous one its pointer.
+# Q is a tuple of them: q, and q_prefix if there is one; DQ is likewise. DX is the gradient of X, LSE the
+# log-sum-exp of a query's scores in base 2, DELTA the sum of OUT * DOUT, both (B, H, Tq). P is prefix_len and START
+# q_start, both (B,). A tile has M queries and N keys; D is the size of a head, and PAD the power of two to which
+# it is padded. `row` is where a tile of queries begins in q, `first` its index in the sequence.
+#
+# Statistics and sums are float32 whatever the inputs are. An invisible score is -inf and no large number in its
+# place: rows may have scores of any size, and one that sees nothing gives 0. Offsets are 64 bits wide. Dots of
+# float32 run in float32 ("ieee") and not in TF32, whose errors near 2e-2 nobody who asks for float32 expects.
+
+try:
+    import triton
+    import triton.language as tl
+    from triton import jit
+    from triton.language import constexpr
+except ImportError:     # the kernels stay plain functions that nobody calls
+    triton = None
+
+    def jit(function=None, **options):
+        return function or jit
+
+    def constexpr(value):
+        return value
+
+FULL = 2**30  # the window that stands for None: longer than any sequence, and twice of it still fits 32 bits
+LOG2E = constexpr(1.4426950408889634)
+LENGTHS = ["Tq", "Tk", "W", "S"]  # of these no kernel is specialised for any value: that would compile it again
+
+
+def _compiled(function):
+    """A plain function for kernels to call. Triton looks for its language in the module of a function, which for
+    those of attention.py has to be this one."""
+    return jit(types.FunctionType(function.__code__, globals(), function.__name__))
+
+
+_visible, _key_tiles, _key_ranges, _query_ranges, _count_tiles, _nth_tile = map(
+    _compiled, (visible, key_tiles, key_ranges, query_ranges, count_tiles, nth_tile))
+
+
+@jit
+def _rule(n, Q, prefix, W):
+    """The rule for Q[n]."""
+    if len(Q) == 1:
+        return prefix, W, 0
+    if n == 0:
+        return 0, W, prefix
+    return prefix, 0, 0
+
+
+@jit
+def _seen(i, j, rule):
+    P, W, floor = rule
+    return _visible(i, j, P, W) & (j >= floor)
+
+
+@jit
+def _matrix(X, b, h, n):
+    """X[b, h], which has n rows, as (pointer, row stride, column stride, n)."""
+    pointer, strides = X
+    pointer += b.to(tl.int64) * strides[0] + tl.cast(h, tl.int64) * strides[1]
+    return pointer, strides[2], strides[3], n
+
+
+@jit
+def _pointers(matrix, row, ROWS: constexpr, D: constexpr, PAD: constexpr):
+    """Pointers to ROWS rows of a matrix, and which of them exist.  (ROWS, PAD) both"""
+    pointer, row_stride, column_stride, n = matrix
+    r, d = tl.arange(0, ROWS)[:, None], tl.arange(0, PAD)[None, :]
+    mask = r < n - row
+    if D != PAD:
+        mask = mask & (d < D)
+    pointer += tl.cast(row, tl.int64) * row_stride
+    return pointer + (r.to(tl.int64) * row_stride + d.to(tl.int64) * column_stride), mask
+
+
+@jit
+def _load(matrix, row, ROWS: constexpr, D: constexpr, PAD: constexpr):
+    """Those rows, zeros where there are none.  (ROWS, PAD)"""
+    pointers, mask = _pointers(matrix, row, ROWS, D, PAD)
+    return tl.load(pointers, mask=mask, other=0.0)
+
+
+@jit
+def _store(matrix, row, x, ROWS: constexpr, D: constexpr, PAD: constexpr):
+    pointers, mask = _pointers(matrix, row, ROWS, D, PAD)
+    tl.store(pointers, x.to(pointers.dtype.element_ty), mask=mask)
+
+
+@jit
+def _products(a, b):
+    """a b^T"""
+    return tl.dot(a, tl.trans(b), input_precision="ieee")
+
+
+@jit
+def _add_values(acc, top, total, s, v, scale):
+    """A step of the online softmax, for scores s (M, N) and values v (N, PAD): acc (M, PAD) is the weighted sum of
+    values so far, top (M,) the largest score in base 2, total (M,) the sum of weights. Source: arXiv 2307.08691."""
+    new_top = tl.maximum(top, tl.max(s, 1) * scale)
+    safe = tl.where(new_top == float("-inf"), 0.0, new_top)     # nothing seen yet: -inf - -inf would be NaN
+    p = tl.exp2(s * scale - safe[:, None])
+    keep = tl.exp2(top - safe)                                  # brings the sums so far to the new scale
+    acc = tl.dot(p.to(v.dtype), v, acc * keep[:, None], input_precision="ieee")
+    return acc, new_top, total * keep + tl.sum(p, 1)
+
+
+@jit
+def _query_tile(P, START, Tq, Tk, M: constexpr):
+    """Which tile of queries this program has. The last tiles come first, which without a window have the most
+    to do, and the heads that share keys come together."""
+    h, b = tl.program_id(0), tl.program_id(1)
+    row = (tl.num_programs(2) - 1 - tl.program_id(2)) * M
+    first = row + tl.load(START + b).to(tl.int32)
+    last = first + tl.minimum(M, Tq - row) - 1
+    prefix = tl.minimum(tl.load(P + b), Tk).to(tl.int32)
+    return b, h, row, first, last, prefix
+
+
+@jit
+def _statistics(b, h, row, H, Tq, M: constexpr):
+    """Where those of a tile of queries are in LSE and DELTA, and which of them exist.  (M,) both"""
+    rows = row + tl.arange(0, M)
+    return (b * H + h).to(tl.int64) * Tq + rows, rows < Tq
+
+
+@jit
+def _visits(first, last, rule, N: constexpr):
+    P, W, floor = rule
+    prefix_end, window_start, window_end = _key_tiles(first, last, P, W, N)
+    return _key_ranges(first, last, rule, N, prefix_end, window_start, window_end)
+
+
+@jit(do_not_specialize=LENGTHS)
+def _forward(Q, K, V, OUT, LSE, P, START, H, Hkv, Tq, Tk, W,
+             M: constexpr, N: constexpr, D: constexpr, PAD: constexpr):
+    """OUT and LSE of a tile of queries."""
+    b, h, row, first, last, prefix = _query_tile(P, START, Tq, Tk, M)
+    K = _matrix(K, b, h // (H // Hkv), Tk)
+    V = _matrix(V, b, h // (H // Hkv), Tk)
+    i = first + tl.arange(0, M)[:, None]
+    acc = tl.zeros((M, PAD), tl.float32)
+    top, total = tl.full((M,), float("-inf"), tl.float32), tl.zeros((M,), tl.float32)
+    for n in tl.static_range(len(Q)):
+        q = _load(_matrix(Q[n], b, h, Tq), row, M, D, PAD)
+        rule = _rule(n, Q, prefix, W)
+        ranges = _visits(first, last, rule, N)
+        for edge in tl.static_range(2):
+            for x in range(_count_tiles(edge, ranges)):
+                key = _nth_tile(x, edge, ranges) * N
+                s = _products(q, _load(K, key, N, D, PAD))      # (M, N)
+                if edge:
+                    j = key + tl.arange(0, N)[None, :]
+                    s = tl.where(_seen(i, j, rule), s, float("-inf"))
+                v = _load(V, key, N, D, PAD)
+                acc, top, total = _add_values(acc, top, total, s, v, D ** -0.5 * LOG2E)
+
+    sees_some, total = total > 0, tl.where(total > 0, total, 1.0)
+    _store(_matrix(OUT, b, h, Tq), row, acc / total[:, None], M, D, PAD)
+    # +inf for a row that sees nothing: the backward's exp2(score - LSE) is then 0
+    lse = tl.where(sees_some, top + tl.log2(total), float("inf"))
+    at, mask = _statistics(b, h, row, H, Tq, M)
+    tl.store(LSE + at, lse, mask=mask)
+
+
+@jit(do_not_specialize=LENGTHS)
+def _backward_q(Q, K, V, OUT, DOUT, LSE, DELTA, DQ, P, START, H, Hkv, Tq, Tk, W,
+                M: constexpr, N: constexpr, D: constexpr, PAD: constexpr):
+    """DQ and DELTA of a tile of queries."""
+    b, h, row, first, last, prefix = _query_tile(P, START, Tq, Tk, M)
+    K = _matrix(K, b, h // (H // Hkv), Tk)
+    V = _matrix(V, b, h // (H // Hkv), Tk)
+    i = first + tl.arange(0, M)[:, None]
+    out = _load(_matrix(OUT, b, h, Tq), row, M, D, PAD)
+    dout = _load(_matrix(DOUT, b, h, Tq), row, M, D, PAD)
+    at, mask = _statistics(b, h, row, H, Tq, M)
+    lse = tl.load(LSE + at, mask=mask, other=float("inf"))
+    delta = tl.sum(dout.to(tl.float32) * out.to(tl.float32), 1)
+    tl.store(DELTA + at, delta, mask=mask)
+    for n in tl.static_range(len(Q)):
+        q = _load(_matrix(Q[n], b, h, Tq), row, M, D, PAD)
+        rule = _rule(n, Q, prefix, W)
+        ranges = _visits(first, last, rule, N)
+        dq = tl.zeros((M, PAD), tl.float32)
+        for edge in tl.static_range(2):
+            for x in range(_count_tiles(edge, ranges)):
+                key = _nth_tile(x, edge, ranges) * N
+                k = _load(K, key, N, D, PAD)
+                v = _load(V, key, N, D, PAD)
+                p = tl.exp2(_products(q, k) * (D ** -0.5 * LOG2E) - lse[:, None])       # (M, N)
+                if edge:
+                    j = key + tl.arange(0, N)[None, :]
+                    p = tl.where(_seen(i, j, rule), p, 0.0)
+                ds = p * (_products(dout, v) - delta[:, None])
+                dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
+        _store(_matrix(DQ[n], b, h, Tq), row, dq * D ** -0.5, M, D, PAD)
+
+
+@jit(do_not_specialize=LENGTHS)
+def _backward_kv(Q, K, V, DOUT, LSE, DELTA, DK, DV, P, START, H, Hkv, Tq, Tk, W,
+                 M: constexpr, N: constexpr, D: constexpr, PAD: constexpr):
+    """DK and DV of a tile of keys, from all queries that see it, of all heads that read it. The tiles of the prefix
+    have the most to do and come first."""
+    hkv, b, key = tl.program_id(0), tl.program_id(1), tl.program_id(2) * N
+    start = tl.load(START + b).to(tl.int32)
+    prefix = tl.minimum(tl.load(P + b), Tk).to(tl.int32)
+    k = _load(_matrix(K, b, hkv, Tk), key, N, D, PAD)
+    v = _load(_matrix(V, b, hkv, Tk), key, N, D, PAD)
+    j = key + tl.arange(0, N)[:, None]
+    dk, dv = tl.zeros((N, PAD), tl.float32), tl.zeros((N, PAD), tl.float32)
+    for n in tl.static_range(len(Q)):
+        rule = _rule(n, Q, prefix, W)
+        ranges = _query_ranges(key, key + N - 1, start, Tq, rule, M)
+        for edge in tl.static_range(2):
+            tiles = _count_tiles(edge, ranges)                  # for each head
+            for x in range(tiles * (H // Hkv)):
+                h = hkv * (H // Hkv) + x // tiles
+                row = _nth_tile(x % tiles, edge, ranges) * M
+                q = _load(_matrix(Q[n], b, h, Tq), row, M, D, PAD)
+                dout = _load(_matrix(DOUT, b, h, Tq), row, M, D, PAD)
+                at, mask = _statistics(b, h, row, H, Tq, M)
+                lse = tl.load(LSE + at, mask=mask, other=float("inf"))      # rows beyond the end add nothing
+                delta = tl.load(DELTA + at, mask=mask, other=0.0)
+                p = tl.exp2(_products(k, q) * (D ** -0.5 * LOG2E) - lse[None, :])       # (N, M)
+                if edge:
+                    i = start + row + tl.arange(0, M)[None, :]
+                    p = tl.where(_seen(i, j, rule), p, 0.0)
+                dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")
+                ds = p * (_products(v, dout) - delta[None, :])
+                dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
+    _store(_matrix(DK, b, hkv, Tk), key, dk * D ** -0.5, N, D, PAD)
+    _store(_matrix(DV, b, hkv, Tk), key, dv, N, D, PAD)
+
+
+@jit(do_not_specialize=LENGTHS)
+def _decode(Q, K, V, PARTS, LSE, LENGTH, P, H, Hkv, S, M: constexpr, N: constexpr, D: constexpr, PAD: constexpr):
+    """Attention of the query heads of one key head over one share of the valid slots: PARTS (B, H, shares, D) and
+    LSE (B, H, shares). The heads are the rows of one tile, so that each slot is read once for all of them: Q[n] is
+    (B, 1, H, D). Source: flash-decoding (Dao, Haziza, Massa and Sizov 2023)."""
+    share, hkv, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    shares = tl.num_programs(0)
+    group = H // Hkv
+    h = hkv * group
+    length = tl.minimum(tl.load(LENGTH + b), S).to(tl.int32)
+    prefix = tl.minimum(tl.load(P + b), S).to(tl.int32)
+    tiles = tl.cdiv(length, N)
+    begin = share * tl.cdiv(tiles, shares)
+    end = tl.minimum(begin + tl.cdiv(tiles, shares), tiles)
+    K = _matrix(K, b, hkv, length)
+    V = _matrix(V, b, hkv, length)
+    q = _load(_matrix(Q[0], b, 0, h + group), h, M, D, PAD)
+    if len(Q) == 2:
+        q_prefix = _load(_matrix(Q[1], b, 0, h + group), h, M, D, PAD)
+    acc = tl.zeros((M, PAD), tl.float32)
+    top, total = tl.full((M,), float("-inf"), tl.float32), tl.zeros((M,), tl.float32)
+    for t in range(begin, end):
+        slot = t * N + tl.arange(0, N)[None, :]
+        k = _load(K, t * N, N, D, PAD)
+        s = _products(q, k)                                     # (M, N)
+        if len(Q) == 2:
+            s = tl.where(slot < prefix, _products(q_prefix, k), s)
+        s = tl.where(slot < length, s, float("-inf"))
+        v = _load(V, t * N, N, D, PAD)
+        acc, top, total = _add_values(acc, top, total, s, v, D ** -0.5 * LOG2E)
+
+    r, d = tl.arange(0, M), tl.arange(0, PAD)
+    at = ((b * H + h + r) * shares + share).to(tl.int64)
+    total = tl.where(total > 0, total, 1.0)                     # an empty share: its LSE stays -inf
+    mask = (r[:, None] < group) & (d[None, :] < D)
+    tl.store(PARTS + (at[:, None] * D + d[None, :]), acc / total[:, None], mask=mask)
+    tl.store(LSE + at, top + tl.log2(total), mask=r < group)
+
+
+@jit
+def _merge(PARTS, LSE, OUT, D: constexpr, PAD: constexpr, SHARES: constexpr):
+    """The shares of one head of one row of the batch, weighted by their log-sum-exp: OUT (B, H, 1, D)."""
+    head, share, d = tl.program_id(0).to(tl.int64), tl.arange(0, SHARES), tl.arange(0, PAD)
+    at = head * SHARES + share
+    lse = tl.load(LSE + at)
+    top = tl.max(lse, 0)
+    weight = tl.exp2(lse - tl.where(top == float("-inf"), 0.0, top))        # all 0 for a row of length 0
+    parts = tl.load(PARTS + (at[:, None] * D + d[None, :]), mask=d[None, :] < D, other=0.0)
+    total = tl.sum(weight, 0)
+    out = tl.sum(parts * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
+    tl.store(OUT + (head * D + d), out.to(OUT.dtype.element_ty), mask=d < D)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Triton: launching
+
+# (M, N, warps, stages) by the bytes of a padded row of D elements, which count twice in float32, whose dots need
+# the registers; first on devices that give a program 200 KB of shared memory or more (H100, B200), then on the
+# others. Nothing here depends on T: kernels tuned per length stall whenever a length is new. Of the tiles tried,
+# these are the largest whose buffers fit and whose forward, in half precision at D of 64 and 128, stays in
+# registers: tests/aot.py checks it.
+TILES = {
+    "forward": {
+        128: ((128, 64, 8, 3), (128, 64, 8, 3)), 256: ((128, 64, 8, 3), (128, 64, 8, 2)),
+        512: ((64, 64, 8, 2), (64, 32, 4, 2)), 1024: ((32, 16, 4, 2), (32, 16, 4, 1))},
+    "backward_q": {
+        128: ((128, 64, 8, 2), (128, 64, 8, 2)), 256: ((128, 64, 8, 2), (128, 32, 8, 2)),
+        512: ((64, 32, 8, 2), (32, 32, 4, 1)), 1024: ((16, 16, 4, 1), (16, 16, 4, 1))},
+    "backward_kv": {
+        128: ((64, 128, 8, 2), (32, 128, 8, 2)), 256: ((32, 128, 8, 2), (32, 64, 8, 2)),
+        512: ((32, 64, 8, 2), (32, 32, 4, 1)), 1024: ((16, 16, 4, 1), (16, 16, 4, 1))},
+    "decode": {
+        128: ((16, 64, 4, 3), (16, 64, 4, 3)), 256: ((16, 64, 4, 3), (16, 64, 4, 2)),
+        512: ((16, 32, 4, 3), (16, 32, 4, 2)), 1024: ((16, 16, 4, 3), (16, 16, 4, 2))},
+}
+TILES["forward_two"] = TILES["forward"] | {256: ((128, 64, 8, 3), (64, 32, 4, 2))}      # with q_prefix
+
+
+def tile_config(kernel, q):
+    """The compile-time sizes of a kernel in TILES, as keyword arguments of its launch."""
+    D = q.size(3)
+    PAD = max(16, triton.next_power_of_2(D))
+    row_bytes = PAD * q.element_size() * (2 if q.dtype == torch.float32 else 1)
+    shared_memory, _ = _device_limits(q.device)
+    large, small = TILES[kernel][min(max(row_bytes, 128), 1024)]
+    M, N, warps, stages = large if shared_memory >= 200_000 else small
+    return dict(M=M, N=N, D=D, PAD=PAD, num_warps=warps, num_stages=stages)
+
+
+@functools.cache
+def _device_limits(device):
+    """The shared memory in bytes that a program may use, and the number of multiprocessors."""
+    if device.type == "cpu":    # the interpreter has neither
+        return 101_376, 4
+    properties = torch.cuda.get_device_properties(device)
+    return properties.shared_memory_per_block_optin, properties.multi_processor_count
+
+
+def _strided(*tensors):
+    """The tensors, but for those that are None, as kernels take them: pairs of pointer and strides."""
+    return tuple((x, x.stride()) for x in tensors if x is not None)
+
+
+def triton_attention(q, k, v, prefix_len, window, q_start, q_prefix=None):
+    """As attention.dense_attention, by the kernels."""
+    B = q.size(0)
+    P = prefix_len.expand(B).contiguous()
+    start = q_start.expand(B).contiguous()
+    W = FULL if window is None else min(window, FULL)
+    return TritonAttention.apply(q, k, v, P, W, start, q_prefix)
+
+
+class TritonAttention(torch.autograd.Function):
+    """Only inputs, output and log-sum-exp are kept for the backward."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, P, W, start, q_prefix):
+        B, H, Tq, D = q.shape
+        Hkv, Tk = k.shape[1:3]
+        out = torch.empty_like(q)
+        lse = torch.empty(B, H, Tq, dtype=torch.float32, device=q.device)
+        config = tile_config("forward" if q_prefix is None else "forward_two", q)
+        with torch.cuda.device_of(q):
+            _forward[H, B, triton.cdiv(Tq, config["M"])](
+                _strided(q, q_prefix), *_strided(k, v, out), lse, P, start, H, Hkv, Tq, Tk, W, **config)
+        ctx.save_for_backward(q, k, v, P, start, q_prefix, out, lse)
+        ctx.window = W
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout):
+        q, k, v, P, start, q_prefix, out, lse = ctx.saved_tensors
+        B, H, Tq, D = q.shape
+        Hkv, Tk = k.shape[1:3]
+        dq, dk, dv, delta = map(torch.empty_like, (q, k, v, lse))
+        dq_prefix = None if q_prefix is None else torch.empty_like(q_prefix)
+        queries = _strided(q, q_prefix)
+        sizes = H, Hkv, Tq, Tk, ctx.window
+        with torch.cuda.device_of(q):
+            config = tile_config("backward_q", q)
+            _backward_q[H, B, triton.cdiv(Tq, config["M"])](
+                queries, *_strided(k, v, out, dout), lse, delta, _strided(dq, dq_prefix), P, start, *sizes, **config)
+            config = tile_config("backward_kv", q)
+            _backward_kv[Hkv, B, triton.cdiv(Tk, config["N"])](
+                queries, *_strided(k, v, dout), lse, delta, *_strided(dk, dv), P, start, *sizes, **config)
+        return dq, dk, dv, None, None, None, dq_prefix
+
+
+def triton_decode(q, k_cache, v_cache, lengths, prefix_len, q_prefix=None):
+    """As attention.decode_in_torch, by _decode and _merge. The grid depends on shapes only: nothing waits for the
+    lengths, and a CUDA graph of it holds whatever they become."""
+    B, H, _, D = q.shape
+    Hkv, S = k_cache.shape[1:3]
+    config = tile_config("decode", q)
+    config["M"] = max(config["M"], triton.next_power_of_2(H // Hkv))
+    # two programs for each multiprocessor, if there are enough tiles of slots
+    _, multiprocessors = _device_limits(q.device)
+    shares = min(2 * multiprocessors // (B * Hkv), triton.cdiv(S, config["N"]), 64)
+    shares = triton.next_power_of_2(max(shares, 1))
+    parts = torch.empty(B, H, shares, D, dtype=torch.float32, device=q.device)
+    lse = torch.empty(B, H, shares, dtype=torch.float32, device=q.device)
+    out = torch.empty(B, H, 1, D, dtype=q.dtype, device=q.device)
+    queries = [None if x is None else x.transpose(1, 2) for x in (q, q_prefix)]        # (B, 1, H, D)
+    lengths, P = lengths.expand(B).contiguous(), prefix_len.expand(B).contiguous()
+    with torch.cuda.device_of(q):
+        _decode[shares, Hkv, B](_strided(*queries), *_strided(k_cache, v_cache), parts, lse, lengths, P, H, Hkv, S, **config)
+        _merge[B * H,](parts, lse, out, D, config["PAD"], shares)
+    return out

@@ -65,19 +65,20 @@ def compile_all(target, number, shared, D, dtype):
 
     def compile_only(self, *args, grid, warmup, **options):
         kernel = run(self, *args, grid=grid, warmup=True, **options)
-        two = "_two" if options.get("TWO") else "_prefix" if options.get("PREFIX") else ""
-        compiled.append((self.__name__ + two, kernel, options))
+        has_qp = args[self.arg_names.index("HAS_QP")] if "HAS_QP" in self.arg_names[:len(args)] else options.get("HAS_QP")
+        compiled.append((self.__name__ + ("_two" if has_qp else ""), kernel, options))
 
     driver.set_active(Elsewhere(target, number))
-    attn_kernel._device = lambda device: (shared, 132)
+    attn_kernel._device_limits = lambda device: (shared, 132)
     JITFunction.run = compile_only
     try:
         q = torch.zeros(2, 64, 4, D, dtype=dtype).transpose(1, 2).requires_grad_()  # as model.py lays it out
         k = torch.zeros(2, 64, 2, D, dtype=dtype).transpose(1, 2).requires_grad_()
         P = torch.zeros(2, dtype=torch.int64)
         for q_prefix in (None, q):
-            attn_kernel._Triton.apply(q, k, k, q_prefix, P, 32, P).sum().backward()
-            attn_kernel._triton_decode(q[:, :, :1], k, k, P, P, q_prefix)
+            attn_kernel.triton_attention(q, k, k, P, 32, P, q_prefix).sum().backward()
+            first = None if q_prefix is None else q_prefix[:, :, :1]
+            attn_kernel.triton_decode(q[:, :, :1], k, k, P, P, first)
     finally:
         JITFunction.run = run
     return list({name: (name, kernel, options) for name, kernel, options in compiled}.values())

@@ -11,19 +11,15 @@ from conftest import ROOT
 from hypothesis import given, settings, strategies as st
 
 import attn_kernel
+from attention import is_inner, key_tiles, visible
 from attn_kernel import (
+    count_tiles,
     decode_attention,
     flex_block_mask,
-    inner_tiles,
-    is_inner,
-    key_tiles,
-    key_tiles_apart,
-    n_tiles,
+    key_ranges,
     nth_tile,
-    prefix_pieces,
     prefix_sliding_attention,
-    query_tiles,
-    visible,
+    query_ranges,
 )
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -45,9 +41,30 @@ def test_kernels_in_the_interpreter():
 # the tile ranges, against the predicate
 
 
-def listed(*ranges):
+def listed(ranges):
     """The tiles that a kernel visits without a mask, and with one."""
-    return [[nth_tile(x, edge, *ranges) for x in range(n_tiles(edge, *ranges))] for edge in (0, 1)]
+    return [[nth_tile(x, edge, ranges) for x in range(count_tiles(edge, ranges))] for edge in (0, 1)]
+
+
+def rules(P, W):
+    """Of the one pass without q_prefix, and of the two with it."""
+    return (P, W, 0), (P, 0, 0), (0, W, P)
+
+
+def seen(i, j, rule):
+    P, W, floor = rule
+    return bool(visible(i, j, P, W)) and j >= floor
+
+
+@given(T=lengths, P=st.integers(0, 100), W=windows)
+@settings(max_examples=50, deadline=None)
+def test_two_queries_share_the_keys(T, P, W):
+    """With q_prefix, each (query, key) pair is scored once, by the query that it belongs to."""
+    _, of_q_prefix, of_q = rules(P, W)
+    for i in range(T):
+        for j in range(T):
+            assert seen(i, j, of_q_prefix) == (visible(i, j, P, W) and j < P)
+            assert seen(i, j, of_q) == (visible(i, j, P, W) and j >= P)
 
 
 @given(T=lengths, P=st.integers(0, 100), W=windows, M=tiles, N=tiles)
@@ -56,7 +73,7 @@ def test_every_key_tile_once_and_a_mask_where_a_boundary_cuts(T, P, W, M, N):
     for first in range(0, T, M):
         last = min(first + M, T) - 1
         a, b, c = key_tiles(first, last, P, W, N)
-        inner, edge = listed(*(r := inner_tiles(first, last, P, W, N, a, b, c))[:1], a, b, *r[1:], c)
+        inner, edge = listed(key_ranges(first, last, (P, W, 0), N, a, b, c))
         assert sorted(inner + edge) == [*range(a), *range(b, c)]  # each once
         assert all(is_inner(first, last, t * N, P, W, N) for t in inner)
         # a prefix that ends inside the window's first tiles may leave a few inner tiles masked, no more than the window moves
@@ -64,51 +81,40 @@ def test_every_key_tile_once_and_a_mask_where_a_boundary_cuts(T, P, W, M, N):
 
 
 @given(T=lengths, P=st.integers(0, 100), W=windows, M=tiles, N=tiles)
-@settings(max_examples=150, deadline=None)
-def test_two_queries_share_the_keys(T, P, W, M, N):
-    """With q_prefix, each (query, key) pair is scored once, by the query that it belongs to."""
+@settings(max_examples=100, deadline=None)
+def test_every_key_tile_once_for_each_of_two_queries(T, P, W, M, N):
     for first in range(0, T, M):
         last = min(first + M, T) - 1
-        _, b, c = key_tiles(first, last, 0, W, N)
-        n, m = key_tiles_apart(P, N, b, c)
-        for t in range(c):
-            for j in range(t * N, min(t * N + N, T)):
-                if any(visible(i, j, P, W) for i in range(first, last + 1)):
-                    assert t < n if j < P else m <= t
-        assert m <= c and (n <= m or n - m == 1 and n * N > P)  # only the tile that P cuts is in both
+        visits = []
+        for rule in rules(P, W)[1:]:
+            ranges = key_ranges(first, last, rule, N, *key_tiles(first, last, rule[0], rule[1], N))
+            inner, edge = listed(ranges)
+            assert list(ranges) == sorted(ranges) and len({*inner, *edge}) == len(inner + edge)
+            for t in range(-(-T // N)):
+                pairs = [seen(i, j, rule) for i in range(first, last + 1) for j in range(t * N, t * N + N)]
+                assert (t in inner + edge) >= any(pairs) and (t in inner) <= all(pairs)
+            visits.append({*inner, *edge})
+        assert all(t == P // N for t in visits[0] & visits[1])  # only the tile that P cuts is in both
 
 
-@given(T=lengths, Tq=lengths, W=windows, M=tiles, N=tiles)
+@given(T=lengths, Tq=lengths, P=st.integers(0, 100), W=windows, M=tiles, N=tiles)
 @settings(max_examples=150, deadline=None)
-def test_every_query_tile_that_sees_a_key_once(T, Tq, W, M, N):
+def test_every_query_tile_that_sees_a_key_once(T, Tq, P, W, M, N):
     Tq = min(Tq, T)
     start = T - Tq
     for first in range(0, T, N):
         last = first + N - 1  # the kernel's tile of keys may end behind the keys
-        lo, d, e, hi = query_tiles(first, last, start, Tq, W, M)
-        assert 0 <= lo <= d <= e <= hi <= -(-Tq // M)
-        inner, edge = listed(0, 0, lo, d, e, hi)
-        assert sorted(inner + edge) == [*range(lo, hi)]
-        for r in range(-(-Tq // M)):
-            queries = range(start + r * M, start + min(r * M + M, Tq))
-            seen = [bool(visible(i, j, 0, W)) for i in queries for j in range(first, last + 1)]
-            assert (lo <= r < hi) >= any(seen) and (r not in inner or all(seen))
-
-
-def test_no_program_of_the_backward_is_a_straggler():
-    """T = 100,000 and a short prefix: its few key tiles are seen by all queries. Undivided, one program would do 43 times the work of
-    a window's tile, and the GPU would wait for a handful of them."""
-    T, W, N, M = 100_000, 2048, 64, 32
-    lo, _, _, hi = query_tiles(50_048, 50_048 + N - 1, 0, T, W, M)
-    window = hi - lo
-    for P, heads in ((1, 8), (200, 8), (200, 32), (2000, 8)):
-        prefix_tiles, slots = -(-P // N), attn_kernel.PIECES // heads
-        pieces = prefix_pieces(prefix_tiles, slots, -(-T // M))
-        share = -(-(T // M) // pieces)
-        assert prefix_tiles * pieces <= slots
-        # no more than a few tiles of the window, or else so many equal pieces that they fill a GPU by themselves
-        assert share <= 2 * window or prefix_tiles * pieces * heads >= 500, (P, heads, share, window)
-    assert prefix_pieces(1, 1000, 3) == prefix_pieces(0, 0, 0) == prefix_pieces(1000, 10, 50) == 1
+        for rule in rules(P, W):
+            ranges = query_ranges(first, last, start, Tq, rule, M)
+            inner, edge = listed(ranges)
+            lo, hi = ranges[2], ranges[5]
+            assert list(ranges) == sorted(ranges) and hi <= -(-Tq // M) and sorted(inner + edge) == [*range(lo, hi)]
+            for r in range(-(-Tq // M)):
+                queries = range(start + r * M, start + min(r * M + M, Tq))
+                pairs = [seen(i, j, rule) for i in queries for j in range(first, last + 1)]
+                assert (lo <= r < hi) >= any(pairs) and (r in inner) <= all(pairs)
+            if rule == (P, 0, 0) and first >= P or rule[2] > last:
+                assert lo == hi  # the other of the two queries has these keys
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -133,7 +139,7 @@ def test_without_triton():
         import torch, attn_kernel
         x = torch.randn(1, 2, 40, 16)
         y = [attn_kernel.prefix_sliding_attention(x, x, x, 3, 7, impl=impl) for impl in ("auto", "dense")]
-        assert torch.allclose(*y, atol=1e-6) and attn_kernel.tl is not None
+        assert torch.allclose(*y, atol=1e-6) and attn_kernel.triton is None
         attn_kernel.prefix_sliding_attention(x, x, x, 3, 7, impl="triton")"""
     result = run("-c", code)
     assert "ValueError: impl='triton' wants Triton (here None)" in result.stderr

@@ -19,7 +19,7 @@ import triton.runtime.interpreter as interpreter
 
 import attn_kernel
 from attention import key_tiles
-from attn_kernel import decode_attention, inner_tiles, n_tiles, prefix_sliding_attention
+from attn_kernel import count_tiles, decode_attention, key_ranges, prefix_sliding_attention, triton_attention
 
 
 def patched_once_per_launch(real):
@@ -41,9 +41,9 @@ interpreter.GridExecutor._restore_args_dev = lambda *args: None  # CPU tensors a
 
 @pytest.fixture(autouse=True)
 def blocks(monkeypatch):
-    """Small tiles, so that short sequences have many; few splits and pieces. A test may call it to set them."""
+    """Small tiles, so that short sequences have many. A test may call it to set them."""
 
-    def use(M, N, pieces=24):
+    def use(M, N):
         monkeypatch.setattr(
             attn_kernel,
             "tile_config",
@@ -56,7 +56,6 @@ def blocks(monkeypatch):
                 num_stages=2,
             ),
         )
-        monkeypatch.setattr(attn_kernel, "PIECES", pieces)
 
     use(16, 16)
     return use
@@ -153,7 +152,8 @@ class Reads:
     def load(self, pointers, mask, *rest):
         at = (pointers.data.astype(np.int64) - self.x.data_ptr()) // self.x.element_size()
         at = at[np.broadcast_to(mask.data.astype(bool), at.shape) & (at >= 0) & (at < self.x.numel())]
-        count = self.counts.setdefault(interpreter.interpreter_builder.grid_idx[0], np.zeros(self.x.numel(), np.int64))
+        program = tuple(interpreter.interpreter_builder.grid_idx)
+        count = self.counts.setdefault(program, np.zeros(self.x.numel(), np.int64))
         np.add.at(count, at.reshape(-1), 1)
         return self.real(pointers, mask, *rest)
 
@@ -167,7 +167,7 @@ def test_tiles_visited_equal_the_formula(P, W):
         q, k, v = tensors(1, torch.float32, *[(1, 1, T, 16)] * 3)
         with Reads(k) as reads:
             prefix_sliding_attention(q, k, v, P, W, impl="triton")
-        for program, count in reads.counts.items():
+        for (*_, program), count in reads.counts.items():
             first = (T // N - 1 - program) * N  # the last tile of queries comes first
             a, b, c = key_tiles(first, first + N - 1, min(P, T), W, N)
             want = np.array([int(t < a or b <= t < c) for t in range(T // N)])
@@ -186,16 +186,16 @@ def test_inner_tiles_run_without_a_mask(monkeypatch):
     prefix_sliding_attention(q, k, v, P, W, impl="triton")
     edges = inner = 0
     for first in range(0, T, 16):
-        a, b, c = key_tiles(first, first + 15, P, W, 16)
-        p, d, e = inner_tiles(first, first + 15, P, W, 16, a, b, c)
-        edges, inner = edges + n_tiles(1, p, a, b, d, e, c), inner + n_tiles(0, p, a, b, d, e, c)
+        ranges = key_ranges(first, first + 15, (P, W, 0), 16, *key_tiles(first, first + 15, P, W, 16))
+        edges += count_tiles(1, ranges)
+        inner += count_tiles(0, ranges)
     assert len(masks) == edges and inner > 20
 
 
 @pytest.mark.parametrize("two", [False, True])
 def test_decode_reads_each_valid_slot_once_and_nothing_else(two, monkeypatch):
     """Decoding is bound by memory: what it reads is what it costs. Behind the valid slots stand NaN, which would show too."""
-    monkeypatch.setattr(attn_kernel, "_device", lambda device: (101_376, 16))  # enough multiprocessors to split for
+    monkeypatch.setattr(attn_kernel, "_device_limits", lambda device: (101_376, 16))  # enough multiprocessors to split for
     lengths = torch.tensor([0, 1, 40, 71])
     q, q_prefix, k, v = tensors(2, torch.float32, *[(4, 6, 1, 16)] * 2, *[(4, 2, 71, 16)] * 2)
     with torch.no_grad():
@@ -242,7 +242,7 @@ def test_rows_that_see_nothing_give_zeros():
     turn into NaN, which a sum over the batch would spread to every weight."""
     q, k, v = tensors(5, torch.float32, (1, 2, 40, 16), (1, 1, 40, 16), (1, 1, 40, 16))
     P, start = torch.tensor([3]), torch.tensor([-20])
-    y = attn_kernel._Triton.apply(q, k, v, None, P, 7, start)
+    y = triton_attention(q, k, v, P, 7, start)
     dq, dk, dv = torch.autograd.grad(y.square().sum(), [q, k, v])
     assert (y[:, :, :20] == 0).all() and (dq[:, :, :20] == 0).all() and y[:, :, 20:].abs().min() > 0
     rest = prefix_sliding_attention(q[:, :, 20:], k[:, :, :20], v[:, :, :20], 3, 7, impl="dense")
@@ -262,18 +262,6 @@ def test_offsets_beyond_32_bits():
     for call in (lambda k: prefix_sliding_attention(q, k, v, 3, 9, impl="triton"),
                  lambda k: decode_attention(q[:, :, :1], k, v, torch.tensor([24, 20, 9]), impl="triton")):  # fmt: skip
         assert torch.equal(call(k), call(near))
-
-
-def test_gradients_of_the_prefix_do_not_depend_on_how_it_is_shared(blocks):
-    """One piece or many, the partial sums of the prefix add up to the same gradient, and twice the same way."""
-    q, k, v = tensors(7, torch.float32, (1, 2, 150, 16), (1, 1, 150, 16), (1, 1, 150, 16))
-    grads = []
-    for pieces in (1, 4, 64, 64):
-        blocks(16, 16, pieces)
-        y = prefix_sliding_attention(q, k, v, 37, 11, impl="triton")
-        grads.append(torch.autograd.grad(y.sin().sum(), [q, k, v]))
-    for one, four, many, again in zip(*grads, strict=True):
-        assert (one - four).abs().max() < 1e-5 and (one - many).abs().max() < 1e-5 and torch.equal(many, again)
 
 
 def test_wrong_inputs():
