@@ -12,10 +12,11 @@ Both compute softmax(q k^T / sqrt(D)) v under the predicate `visible` of attenti
 
 Without a GPU nothing below the checks is ever called.
 
-One limit of the kernels is on purpose. The gradient of a prefix key comes from all later queries, and one program
-computes it for a tile of keys. Beyond some hundred thousand queries in one pass, the few programs of a short
-prefix run for longer than all others together. Sharing the queries of such a tile out among several programs
-would mend that, for a second kernel that adds up their parts; no trainer here passes so many queries at once.
+One limit of the kernels is on purpose. The gradient of a prefix key comes from all later queries, and one
+program computes it for a tile of keys. Beyond some hundred thousand queries in one pass, the few programs of
+a short prefix run for longer than all others together. Sharing the queries of such a tile out among several
+programs would mend that, for a second kernel that adds up their parts; no trainer here passes so many queries
+at once.
 """
 import functools
 import types
@@ -23,7 +24,14 @@ import types
 import torch
 from torch.autograd.function import once_differentiable
 
-from attention import block_sparse_attention, check_window, decode_in_torch, dense_attention, key_tiles, visible
+from attention import (
+    block_sparse_attention,
+    check_window,
+    decode_in_torch,
+    dense_attention,
+    key_tiles,
+    visible,
+)
 
 
 def prefix_sliding_attention(q, k, v, prefix_len, window, *, q_start=None, q_prefix=None, impl="auto"):
@@ -31,8 +39,8 @@ def prefix_sliding_attention(q, k, v, prefix_len, window, *, q_start=None, q_pre
 
     q (B, H, Tq, D), k and v (B, Hkv, Tk, D), any strides; query head h reads key head h // (H // Hkv).
     prefix_len: int or (B,). window: int >= 1, or None for full attention.
-    q_start: the key index of query 0, int or (B,), default Tk - Tq. Keys are padded on the right: causality hides
-    the padding.
+    q_start: the key index of query 0, int or (B,), default Tk - Tq. Keys are padded on the right: causality
+    hides the padding.
     q_prefix (B, H, Tq, D): the query that meets the keys j < prefix_len, for rope="reset"; default q.
     impl: "auto" (triton on CUDA, else torch) | "triton" | "torch" | "dense" | "flex" (no q_prefix).
     Returns (B, H, Tq, D). Raises ValueError for shapes, dtypes or devices that do not fit.
@@ -52,11 +60,11 @@ def decode_attention(q, k_cache, v_cache, lengths, *, prefix_len=None, q_prefix=
     """One query per row against the first lengths[b] slots of a cache, in any order. Not differentiable.
 
     q (B, H, 1, D), k_cache and v_cache (B, Hkv, S, D), lengths: int or (B,).
-    q_prefix (B, H, 1, D): the query that meets the slots below prefix_len (int or (B,)), for rope="reset". Both
-    queries are scored in one pass over the keys. Without it prefix_len is not looked at.
+    q_prefix (B, H, 1, D): the query that meets the slots below prefix_len (int or (B,)), for rope="reset".
+    Both queries are scored in one pass over the keys. Without it prefix_len is not looked at.
     impl: "auto" (triton on CUDA, else torch) | "triton" | "torch".
-    Returns (B, H, 1, D), zeros for rows of length 0. Raises ValueError for shapes, dtypes or devices that do not
-    fit. On CUDA nothing waits for the device, so that a CUDA graph can record it.
+    Returns (B, H, 1, D), zeros for rows of length 0. Raises ValueError for shapes, dtypes or devices that do
+    not fit. On CUDA nothing waits for the device, so that a CUDA graph can record it.
     """
     _check(q, k_cache, v_cache, q_prefix)
     attention = _choose(impl, dict(triton=triton_decode, torch=decode_in_torch), q, q_prefix)
@@ -91,8 +99,8 @@ def _check(q, k, v, q_prefix):
 
 
 def _per_row(value, q, name, low, high=None):
-    """An int, or ints (B,), as a tensor (1,) or (B,) on q's device. On CUDA the values themselves are not checked,
-    which would have to wait for the device."""
+    """An int, or ints (B,), as a tensor (1,) or (B,) on q's device. On CUDA the values themselves are not
+    checked, which would have to wait for the device."""
     value = torch.as_tensor(value)
     if value.dim() > 1 or value.numel() not in (1, q.size(0)) or value.is_floating_point():
         raise ValueError(f"{name} must be an int or {q.size(0)} ints, one per row of q, "
@@ -113,8 +121,8 @@ def _choose(impl, implementations, q, q_prefix):
     interpreted = triton and not isinstance(_forward, triton.JITFunction)
     if impl == "triton" and not (triton and takes_triton and (q.is_cuda or interpreted)):
         raise ValueError(
-            f"impl='triton' wants Triton (here {triton and triton.__version__}), CUDA tensors (or TRITON_INTERPRET=1 "
-            f"set before the import), float16, bfloat16 or float32, and D <= 256, "
+            f"impl='triton' wants Triton (here {triton and triton.__version__}), CUDA tensors (or "
+            f"TRITON_INTERPRET=1 set before the import), float16, bfloat16 or float32, and D <= 256, "
             f"not {q.dtype} on {q.device} with D={q.size(3)}")
     if impl == "flex" and (not q.is_cuda or q_prefix is not None):
         raise ValueError(f"impl='flex' wants CUDA tensors, not {q.device}, and no q_prefix")
@@ -151,20 +159,20 @@ def flex_block_mask(q, k, prefix_len, window, q_start):
 # ------------------------------------------------------------------------------------------------------------
 # Triton: which tiles a program visits
 #
-# The kernels call the plain functions `visible`, `key_tiles` and those of this section, compiled: they say who
-# sees whom for the GPU as for PyTorch. A program visits the tiles that it needs and no other: first the inner
-# ones, which need no mask, then the edge ones, which a boundary may cut.
+# The kernels call the plain functions `visible`, `key_tiles` and those of this section, compiled: they say
+# who sees whom for the GPU as for PyTorch. A program visits the tiles that it needs and no other: first the
+# inner ones, which need no mask, then the edge ones, which a boundary may cut.
 #
-# A rule (P, W, floor) says which keys a query sees: those at j >= floor for which visible(i, j, P, W). Without
-# q_prefix there is one rule, (prefix, window, 0). With it there are two, which share the keys between them:
-# (0, window, prefix) for q, and (prefix, 0, 0), the past of the prefix and no window, for q_prefix.
+# A rule (P, W, floor) says which keys a query sees: those at j >= floor for which visible(i, j, P, W).
+# Without q_prefix there is one rule, (prefix, window, 0). With it there are two, which share the keys between
+# them: (0, window, prefix) for q, and (prefix, 0, 0), the past of the prefix and no window, for q_prefix.
 #
 # What to visit under a rule is given by six numbers of tiles, p <= a <= b <= d <= e <= c:
 #     inner tiles  0..p-1  and d..e-1
 #     edge tiles   p..a-1, b..d-1 and e..c-1
 
 def key_ranges(first, last, rule, tile, prefix_end, window_start, window_end):
-    """What to visit for the queries first..last, made from the three numbers that key_tiles gives for them."""
+    """What to visit for the queries first..last, made from the three numbers that key_tiles gives."""
     P, W, floor = rule
     prefix_tiles = (P + tile - 1) // tile
     c = min(window_end, prefix_tiles) if W == 0 else window_end
@@ -178,7 +186,7 @@ def key_ranges(first, last, rule, tile, prefix_end, window_start, window_end):
 
 
 def query_ranges(first, last, start, Tq, rule, tile):
-    """What to visit for the keys first..last: tiles of the Tq queries, of which query 0 has the index start."""
+    """What to visit for the keys first..last: tiles of the Tq queries, the first of which has index start."""
     P, W, floor = rule
     end = Tq if W is None or first < P else min(max(last + W - start, 0), Tq)
     hidden = (last < floor) | ((W == 0) & (first >= P))
@@ -210,13 +218,14 @@ def nth_tile(x, edge, ranges):
 #
 # Capitals are tensors in memory. One with strides is a pair (pointer, strides), a contiguous one its pointer.
 # Q is a tuple of them: q, and q_prefix if there is one; DQ is likewise. DX is the gradient of X, LSE the
-# log-sum-exp of a query's scores in base 2, DELTA the sum of OUT * DOUT, both (B, H, Tq). P is prefix_len and START
-# q_start, both (B,). A tile has M queries and N keys; D is the size of a head, and PAD the power of two to which
-# it is padded. `row` is where a tile of queries begins in q, `first` its index in the sequence.
+# log-sum-exp of a query's scores in base 2, DELTA the sum of OUT * DOUT, both (B, H, Tq). P is prefix_len and
+# START q_start, both (B,). A tile has M queries and N keys; D is the size of a head, and PAD the power of two
+# to which it is padded. `row` is where a tile of queries begins in q, `first` its index in the sequence.
 #
-# Statistics and sums are float32 whatever the inputs are. An invisible score is -inf and no large number in its
-# place: rows may have scores of any size, and one that sees nothing gives 0. Offsets are 64 bits wide. Dots of
-# float32 run in float32 ("ieee") and not in TF32, whose errors near 2e-2 nobody who asks for float32 expects.
+# Statistics and sums are float32 whatever the inputs are. An invisible score is -inf and no large number in
+# its place: rows may have scores of any size, and one that sees nothing gives 0. Offsets are 64 bits wide.
+# Dots of float32 run in float32 ("ieee") and not in TF32, whose errors near 2e-2 nobody who asks for float32
+# expects.
 
 try:
     import triton
@@ -234,12 +243,12 @@ except ImportError:     # the kernels stay plain functions that nobody calls
 
 FULL = 2**30  # the window that stands for None: longer than any sequence, and twice of it still fits 32 bits
 LOG2E = constexpr(1.4426950408889634)
-LENGTHS = ["Tq", "Tk", "W", "S"]  # of these no kernel is specialised for any value: that would compile it again
+LENGTHS = ["Tq", "Tk", "W", "S"]    # no kernel is compiled again for one of these
 
 
 def _compiled(function):
-    """A plain function for kernels to call. Triton looks for its language in the module of a function, which for
-    those of attention.py has to be this one."""
+    """A plain function for kernels to call. Triton looks for its language in the module of a function, which
+    for those of attention.py has to be this one."""
     return jit(types.FunctionType(function.__code__, globals(), function.__name__))
 
 
@@ -258,8 +267,11 @@ def _rule(n, Q, prefix, W):
 
 
 @jit
-def _seen(i, j, rule):
+def _seen_in_tile(first, key, rule, M: constexpr, N: constexpr):
+    """Which of the keys key..key+N-1 the queries first..first+M-1 see.  (M, N)"""
     P, W, floor = rule
+    i = first + tl.arange(0, M)[:, None]
+    j = key + tl.arange(0, N)[None, :]
     return _visible(i, j, P, W) & (j >= floor)
 
 
@@ -304,8 +316,9 @@ def _products(a, b):
 
 @jit
 def _add_values(acc, top, total, s, v, scale):
-    """A step of the online softmax, for scores s (M, N) and values v (N, PAD): acc (M, PAD) is the weighted sum of
-    values so far, top (M,) the largest score in base 2, total (M,) the sum of weights. Source: arXiv 2307.08691."""
+    """A step of the online softmax, for scores s (M, N) and values v (N, PAD): acc (M, PAD) is the weighted
+    sum of values so far, top (M,) the largest score in base 2, total (M,) the sum of weights. Source: arXiv
+    2307.08691."""
     new_top = tl.maximum(top, tl.max(s, 1) * scale)
     safe = tl.where(new_top == float("-inf"), 0.0, new_top)     # nothing seen yet: -inf - -inf would be NaN
     p = tl.exp2(s * scale - safe[:, None])
@@ -347,7 +360,6 @@ def _forward(Q, K, V, OUT, LSE, P, START, H, Hkv, Tq, Tk, W,
     b, h, row, first, last, prefix = _query_tile(P, START, Tq, Tk, M)
     K = _matrix(K, b, h // (H // Hkv), Tk)
     V = _matrix(V, b, h // (H // Hkv), Tk)
-    i = first + tl.arange(0, M)[:, None]
     acc = tl.zeros((M, PAD), tl.float32)
     top, total = tl.full((M,), float("-inf"), tl.float32), tl.zeros((M,), tl.float32)
     for n in tl.static_range(len(Q)):
@@ -359,8 +371,7 @@ def _forward(Q, K, V, OUT, LSE, P, START, H, Hkv, Tq, Tk, W,
                 key = _nth_tile(x, edge, ranges) * N
                 s = _products(q, _load(K, key, N, D, PAD))      # (M, N)
                 if edge:
-                    j = key + tl.arange(0, N)[None, :]
-                    s = tl.where(_seen(i, j, rule), s, float("-inf"))
+                    s = tl.where(_seen_in_tile(first, key, rule, M, N), s, float("-inf"))
                 v = _load(V, key, N, D, PAD)
                 acc, top, total = _add_values(acc, top, total, s, v, D ** -0.5 * LOG2E)
 
@@ -379,12 +390,10 @@ def _backward_q(Q, K, V, OUT, DOUT, LSE, DELTA, DQ, P, START, H, Hkv, Tq, Tk, W,
     b, h, row, first, last, prefix = _query_tile(P, START, Tq, Tk, M)
     K = _matrix(K, b, h // (H // Hkv), Tk)
     V = _matrix(V, b, h // (H // Hkv), Tk)
-    i = first + tl.arange(0, M)[:, None]
-    out = _load(_matrix(OUT, b, h, Tq), row, M, D, PAD)
     dout = _load(_matrix(DOUT, b, h, Tq), row, M, D, PAD)
     at, mask = _statistics(b, h, row, H, Tq, M)
     lse = tl.load(LSE + at, mask=mask, other=float("inf"))
-    delta = tl.sum(dout.to(tl.float32) * out.to(tl.float32), 1)
+    delta = tl.sum(dout.to(tl.float32) * _load(_matrix(OUT, b, h, Tq), row, M, D, PAD).to(tl.float32), 1)
     tl.store(DELTA + at, delta, mask=mask)
     for n in tl.static_range(len(Q)):
         q = _load(_matrix(Q[n], b, h, Tq), row, M, D, PAD)
@@ -398,24 +407,22 @@ def _backward_q(Q, K, V, OUT, DOUT, LSE, DELTA, DQ, P, START, H, Hkv, Tq, Tk, W,
                 v = _load(V, key, N, D, PAD)
                 p = tl.exp2(_products(q, k) * (D ** -0.5 * LOG2E) - lse[:, None])       # (M, N)
                 if edge:
-                    j = key + tl.arange(0, N)[None, :]
-                    p = tl.where(_seen(i, j, rule), p, 0.0)
-                ds = p * (_products(dout, v) - delta[:, None])
-                dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
+                    p = tl.where(_seen_in_tile(first, key, rule, M, N), p, 0.0)
+                p *= _products(dout, v) - delta[:, None]        # from here on the gradient of the scores
+                dq = tl.dot(p.to(k.dtype), k, dq, input_precision="ieee")
         _store(_matrix(DQ[n], b, h, Tq), row, dq * D ** -0.5, M, D, PAD)
 
 
 @jit(do_not_specialize=LENGTHS)
 def _backward_kv(Q, K, V, DOUT, LSE, DELTA, DK, DV, P, START, H, Hkv, Tq, Tk, W,
                  M: constexpr, N: constexpr, D: constexpr, PAD: constexpr):
-    """DK and DV of a tile of keys, from all queries that see it, of all heads that read it. The tiles of the prefix
-    have the most to do and come first."""
+    """DK and DV of a tile of keys, from all queries that see it, of all heads that read it. The tiles of the
+    prefix have the most to do and come first."""
     hkv, b, key = tl.program_id(0), tl.program_id(1), tl.program_id(2) * N
     start = tl.load(START + b).to(tl.int32)
     prefix = tl.minimum(tl.load(P + b), Tk).to(tl.int32)
     k = _load(_matrix(K, b, hkv, Tk), key, N, D, PAD)
     v = _load(_matrix(V, b, hkv, Tk), key, N, D, PAD)
-    j = key + tl.arange(0, N)[:, None]
     dk, dv = tl.zeros((N, PAD), tl.float32), tl.zeros((N, PAD), tl.float32)
     for n in tl.static_range(len(Q)):
         rule = _rule(n, Q, prefix, W)
@@ -429,23 +436,22 @@ def _backward_kv(Q, K, V, DOUT, LSE, DELTA, DK, DV, P, START, H, Hkv, Tq, Tk, W,
                 dout = _load(_matrix(DOUT, b, h, Tq), row, M, D, PAD)
                 at, mask = _statistics(b, h, row, H, Tq, M)
                 lse = tl.load(LSE + at, mask=mask, other=float("inf"))      # rows beyond the end add nothing
-                delta = tl.load(DELTA + at, mask=mask, other=0.0)
                 p = tl.exp2(_products(k, q) * (D ** -0.5 * LOG2E) - lse[None, :])       # (N, M)
                 if edge:
-                    i = start + row + tl.arange(0, M)[None, :]
-                    p = tl.where(_seen(i, j, rule), p, 0.0)
+                    p = tl.where(tl.trans(_seen_in_tile(start + row, key, rule, M, N)), p, 0.0)
                 dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")
-                ds = p * (_products(v, dout) - delta[None, :])
-                dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
+                p *= _products(v, dout) - tl.load(DELTA + at, mask=mask, other=0.0)[None, :]
+                dk = tl.dot(p.to(q.dtype), q, dk, input_precision="ieee")
     _store(_matrix(DK, b, hkv, Tk), key, dk * D ** -0.5, N, D, PAD)
     _store(_matrix(DV, b, hkv, Tk), key, dv, N, D, PAD)
 
 
 @jit(do_not_specialize=LENGTHS)
-def _decode(Q, K, V, PARTS, LSE, LENGTH, P, H, Hkv, S, M: constexpr, N: constexpr, D: constexpr, PAD: constexpr):
-    """Attention of the query heads of one key head over one share of the valid slots: PARTS (B, H, shares, D) and
-    LSE (B, H, shares). The heads are the rows of one tile, so that each slot is read once for all of them: Q[n] is
-    (B, 1, H, D). Source: flash-decoding (Dao, Haziza, Massa and Sizov 2023)."""
+def _decode(Q, K, V, PARTS, LSE, LENGTH, P, H, Hkv, S,
+            M: constexpr, N: constexpr, D: constexpr, PAD: constexpr):
+    """Attention of the query heads of one key head over one share of the valid slots: PARTS (B, H, shares, D)
+    and LSE (B, H, shares). The heads are the rows of one tile, so that each slot is read once for all of
+    them: Q[n] is (B, 1, H, D). Source: flash-decoding (Dao, Haziza, Massa and Sizov 2023)."""
     share, hkv, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     shares = tl.num_programs(0)
     group = H // Hkv
@@ -497,11 +503,11 @@ def _merge(PARTS, LSE, OUT, D: constexpr, PAD: constexpr, SHARES: constexpr):
 # ------------------------------------------------------------------------------------------------------------
 # Triton: launching
 
-# (M, N, warps, stages) by the bytes of a padded row of D elements, which count twice in float32, whose dots need
-# the registers; first on devices that give a program 200 KB of shared memory or more (H100, B200), then on the
-# others. Nothing here depends on T: kernels tuned per length stall whenever a length is new. Of the tiles tried,
-# these are the largest whose buffers fit and whose forward, in half precision at D of 64 and 128, stays in
-# registers: tests/aot.py checks it.
+# (M, N, warps, stages) by the bytes of a padded row of D elements, which count twice in float32, whose dots
+# need the registers; first on devices that give a program 200 KB of shared memory or more (H100, B200), then
+# on the others. Nothing here depends on T: kernels tuned per length stall whenever a length is new. Of the
+# tiles tried, these are the largest whose buffers fit and whose forward, in half precision at D of 64 and
+# 128, stays in registers: tests/aot.py checks it.
 TILES = {
     "forward": {
         128: ((128, 64, 8, 3), (128, 64, 8, 3)), 256: ((128, 64, 8, 3), (128, 64, 8, 2)),
@@ -583,7 +589,8 @@ class TritonAttention(torch.autograd.Function):
         with torch.cuda.device_of(q):
             config = tile_config("backward_q", q)
             _backward_q[H, B, triton.cdiv(Tq, config["M"])](
-                queries, *_strided(k, v, out, dout), lse, delta, _strided(dq, dq_prefix), P, start, *sizes, **config)
+                queries, *_strided(k, v, out, dout), lse, delta, _strided(dq, dq_prefix),
+                P, start, *sizes, **config)
             config = tile_config("backward_kv", q)
             _backward_kv[Hkv, B, triton.cdiv(Tk, config["N"])](
                 queries, *_strided(k, v, dout), lse, delta, *_strided(dk, dv), P, start, *sizes, **config)
@@ -591,8 +598,8 @@ class TritonAttention(torch.autograd.Function):
 
 
 def triton_decode(q, k_cache, v_cache, lengths, prefix_len, q_prefix=None):
-    """As attention.decode_in_torch, by _decode and _merge. The grid depends on shapes only: nothing waits for the
-    lengths, and a CUDA graph of it holds whatever they become."""
+    """As attention.decode_in_torch, by _decode and _merge. The grid depends on shapes only: nothing waits for
+    the lengths, and a CUDA graph of it holds whatever they become."""
     B, H, _, D = q.shape
     Hkv, S = k_cache.shape[1:3]
     config = tile_config("decode", q)
@@ -607,6 +614,7 @@ def triton_decode(q, k_cache, v_cache, lengths, prefix_len, q_prefix=None):
     queries = [None if x is None else x.transpose(1, 2) for x in (q, q_prefix)]        # (B, 1, H, D)
     lengths, P = lengths.expand(B).contiguous(), prefix_len.expand(B).contiguous()
     with torch.cuda.device_of(q):
-        _decode[shares, Hkv, B](_strided(*queries), *_strided(k_cache, v_cache), parts, lse, lengths, P, H, Hkv, S, **config)
+        _decode[shares, Hkv, B](
+            _strided(*queries), *_strided(k_cache, v_cache), parts, lse, lengths, P, H, Hkv, S, **config)
         _merge[B * H,](parts, lse, out, D, config["PAD"], shares)
     return out

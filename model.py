@@ -259,8 +259,8 @@ class GPT(nn.Module):
         """Logits (B, T, vocab_size) of token ids idx (B, T), right-padded, under the mask of
         attention.visible by index.
 
-        prefix_len: int, (B,) or None = 0. window: int, None (full attention), or a list with one of these
-        per layer. positions (B, T): for RoPE only; default the index. rope: "continue" | "reset", see features.
+        prefix_len: int, (B,) or None = 0. window: int, None (full attention), or a list with one of these per
+        layer. positions (B, T): for RoPE only; default the index. rope: "continue" | "reset", see features.
         Raises ValueError."""
         return self.lm_head(self.features(idx, prefix_len, window, positions=positions, rope=rope))
 

@@ -1,18 +1,18 @@
 """
-The supervised warm start: next-token loss on worked solutions, under the Prefix Sliding mask that will sample.
+The supervised warm start: next-token loss on worked solutions, under the mask of Prefix Sliding.
 
     python data/passes/prepare.py && python train_sft.py config/sft_passes.py     # from scratch, on a CPU
-    python train_sft.py --init_from=data/smollm2 --task=jsonl:solved.jsonl --window=512 --lr=1e-5 --batch_size=16
+    python train_sft.py --init_from=data/smollm2 --task=jsonl:solved.jsonl --window=512 --lr=1e-5
     python train_sft.py config/sft_passes.py --init_from=resume                   # go on where it was killed
 
-Prompts carry no loss. Each batch is sorted by length and cut into micro-batches, so that padding costs little;
-the loss is the mean over all answer tokens of the batch, whatever the micro-batches are.
+Prompts carry no loss. Each batch is sorted by length and cut into micro-batches, so that padding costs
+little; the loss is the mean over all answer tokens of the batch, whatever the micro-batches are.
 Left out on purpose: packing of several sequences into one row, and truncation: sequences longer than max_len
 are skipped.
 """
 init_from = "scratch"             # scratch | resume | a Hugging Face folder | a hub name
 out_dir = "out-sft"               # the run's folder: checkpoints and log
-task = "py:data/passes/task.py?impatient=True"  # whose solutions: reasoning_gym:<dataset> | jsonl:<path> | py:<file>
+task = "py:data/passes/task.py?impatient=True"  # whose solutions: a name as tasks.py explains them
 system = ""                       # system message for the chat template, "" = none
 template_args = {}                # further arguments of the chat template, such as {"enable_thinking": False}
 tokenizer = "data/passes"         # for scratch: the folder of its tokenizer (python data/passes/prepare.py)
@@ -32,7 +32,7 @@ warmup_steps = 20                 # steps from 0 to lr
 weight_decay = 0.0                # of matrices
 beta2 = 0.95                      # AdamW's second decay rate
 clip = 1.0                        # largest gradient norm; 0 = no limit
-master_device: str | None = None  # where bfloat16 weights have their float32 masters: None = beside them | cpu
+master_device: str | None = None  # of bfloat16 weights' float32 masters: None = beside them | cpu
 checkpointing = False             # compute each layer anew in the backward, to save memory
 eval_every = 100                  # steps between evaluations on held-out solutions; 0 = never
 eval_size = 256                   # held-out solutions
@@ -40,7 +40,7 @@ save_every = 200                  # steps between checkpoints; 0 = at the end on
 wandb_project = ""                # log to Weights & Biases too (WANDB_MODE=offline works); "" = do not
 seed = 1                          # of the weights and of the problems
 device = "auto"                   # auto (cuda, then mps, then cpu) | cpu | cuda | mps
-dtype = "auto"                    # auto (bfloat16 where the hardware has it, else float32) | float32 | bfloat16
+dtype = "auto"                    # auto (bfloat16 where the hardware has it) | float32 | bfloat16
 
 from configurator import configure, run
 
@@ -70,16 +70,22 @@ class Example:
         return len(self.prompt) + len(self.answer)
 
 
-def load_model(init, device, dtype):
-    """-> the model, its tokenizer, the folder of the tokenizer's files"""
+def load(init, device_name):
+    """-> the model, a fresh optimizer, the tokenizer, the folder of the tokenizer's files"""
+    location, weights_dtype = device_and_dtype(device_name, dtype)
     folder = local_folder(tokenizer if init == "scratch" else init, TOKENIZER_FILES)
     words = load_tokenizer(folder)
-    if init != "scratch":
-        return GPT.from_pretrained(init, device=device, dtype=dtype), words, folder
-    torch.manual_seed(seed)
-    sizes = dict(vocab_size=words.n_vocab, n_layer=n_layer, n_head=n_head, n_embd=n_embd)
-    model = GPT(GPTConfig(**sizes, qk_norm=True, eos_ids=tuple(words.eos_ids)))
-    return model.to(device, dtype), words, folder
+    if init == "scratch":
+        torch.manual_seed(seed)
+        sizes = dict(vocab_size=words.n_vocab, n_layer=n_layer, n_head=n_head, n_embd=n_embd)
+        model = GPT(GPTConfig(**sizes, qk_norm=True, eos_ids=tuple(words.eos_ids)))
+        model.to(location, weights_dtype)
+    else:
+        model = GPT.from_pretrained(init, device=location, dtype=weights_dtype)
+    model.checkpointing = checkpointing
+    optimizer = training.Optimizer(
+        model, lr=lr, betas=(0.9, beta2), weight_decay=weight_decay, master_device=master_device)
+    return model, optimizer, words, folder
 
 
 def solution_of(problem):
@@ -94,7 +100,7 @@ def encode(problem, words):
 
 
 def draw_batch(source, cursor, words):
-    """The next batch_size examples that fit max_len, from problem number `cursor` on. -> (examples, new cursor)"""
+    """The next batch_size examples that fit max_len, from problem number `cursor` on. -> them, new cursor"""
     batch, end = [], cursor + 1000 + batch_size
     for number in range(cursor, end):
         example = encode(source.draw(number), words)
@@ -143,6 +149,15 @@ def batch_loss(model, batch):
     return training.all_reduce([loss, right / total])
 
 
+@torch.no_grad()
+def evaluate(model, held_out, done):
+    """After `done` steps the loss of held-out answers and the share of their tokens that are the most
+    probable ones; None, None where no evaluation is due."""
+    if eval_every and (done % eval_every == 0 or done == max_steps):
+        return batch_loss(model, held_out)
+    return None, None
+
+
 def main():
     training.check(globals(), ("batch_size", batch_size >= 1, "at least 1"))
     rank, _, device_name = training.start_processes(device)
@@ -153,10 +168,7 @@ def main():
     out, init, state = training.open_run(out_dir, init_from, "train_sft.py")
     state = state or dict(script="train_sft.py", step=0, cursor=0)  # cursor: number of the next problem
     training.same_keys(globals(), state)
-    model, words, folder = load_model(init, *device_and_dtype(device_name, dtype))
-    model.checkpointing = checkpointing
-    optimizer = training.Optimizer(
-        model, lr=lr, betas=(0.9, beta2), weight_decay=weight_decay, master_device=master_device)
+    model, optimizer, words, folder = load(init, device_name)
     if init_from == "resume":
         optimizer.load(init / "optimizer.safetensors")
     held_out = draw_held_out(words)
@@ -170,21 +182,17 @@ def main():
         loss, _ = batch_loss(model, training.share(batch))
         rate = training.learning_rate(step, lr, warmup_steps, schedule, max_steps)
         norm = optimizer.step(rate, clip)
-        seconds = time.perf_counter() - began
+        tokens_per_s = sum(map(len, batch)) / (time.perf_counter() - began)
         state["step"] = done = step + 1
 
-        eval_loss = eval_right = None
-        if eval_every and (done % eval_every == 0 or done == max_steps):
-            with torch.no_grad():
-                eval_loss, eval_right = batch_loss(model, held_out)
-
+        eval_loss, eval_right = evaluate(model, held_out, done)
         last = bool(stop) or done == max_steps
         if rank == 0:
-            tokens_per_s = sum(map(len, batch)) / seconds
             log.row(step=step, loss=loss, lr=rate, grad_norm=norm, tokens_per_s=tokens_per_s,
                     eval_loss=eval_loss, eval_right=eval_right)
             if eval_loss is not None:
-                progress.line(step, f"loss {loss:.3f}  eval_loss {eval_loss:.4f}  eval_right {eval_right:.4f}")
+                shown = f"loss {loss:.3f}  eval_loss {eval_loss:.4f}  eval_right {eval_right:.4f}"
+                progress.line(step, shown)
             elif step % 10 == 0:
                 progress.line(step, f"loss {loss:.3f}")
             if last or save_every and done % save_every == 0:

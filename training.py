@@ -45,8 +45,9 @@ SAME_IN_A_RUN = ("task", "window", "prefix_len", "rope", "seed")
 
 def token_logprobs(features, head, targets, temperature=1.0):
     """Of softmax(features head^T / temperature), with features (n, n_embd) and head (vocab_size, n_embd): the
-    log-probabilities of `targets` (n,) and the entropies, both (n,). All (n, vocab_size) logits never exist at
-    once: they are made for some positions at a time, and anew in the backward. Entropies carry no gradient."""
+    log-probabilities of `targets` (n,) and the entropies, both (n,). All (n, vocab_size) logits never exist
+    at once: they are made for some positions at a time, and anew in the backward. Entropies carry no
+    gradient."""
     chunk = max(LOGITS // head.size(0), 1)
     results = [
         checkpoint(chunk_logprobs, x, head, t, temperature, use_reentrant=False)
@@ -93,7 +94,7 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, lr, clip):
-        """One update with the gradients since the last one, of all processes. -> their norm before clipping"""
+        """One update with the gradients since the last one, of all processes. -> their norm, unclipped"""
         masters = list(self.masters.values())
         for p in masters:
             if p.grad is None:
@@ -284,7 +285,8 @@ def sync(path):
 
 def same_keys(keys, state):
     """Keep the configuration in the state of a run. On resume, name on standard error the keys that have
-    changed since; ValueError for one that makes it another run. (A key newer than the run has not changed.)"""
+    changed since; ValueError for one that makes it another run. A key newer than the run has not
+    changed."""
     now = settings(keys, without=("init_from", "out_dir", "debug"))
     before = state.get("keys", now)
     for key, value in now.items():
@@ -298,7 +300,8 @@ def same_keys(keys, state):
 
 class Log:
     """Rows to log.csv and samples to samples.jsonl, each flushed as it comes; those of a resumed run are cut
-    back to its step. With a wandb_project the rows go to Weights & Biases too; keys: the script's globals()."""
+    back to its step. With a wandb_project the rows go to Weights & Biases too; keys: the script's
+    globals()."""
 
     def __init__(self, out, step, wandb_project="", keys=None):
         self.rows, self.samples = out / "log.csv", out / "samples.jsonl"

@@ -3,9 +3,9 @@ A penalty on the KL to the model that a run of train_rl.py started from.
 
     python -m forks.kl_penalty config/rl_passes.py --kl_coef=0.01
 
-A frozen copy of those weights goes through the same passes beside the policy, carried as it is; the loss of a token gains
-kl_coef times k3 of its two log-probabilities (GRPO, arXiv 2402.03300, eq. 4), and the log a column kl. It costs the memory
-of the copy and a forward for each forward and backward.
+A frozen copy of those weights goes through the same passes beside the policy, carried as it is; the loss of a
+token gains kl_coef times k3 of its two log-probabilities (GRPO, arXiv 2402.03300, eq. 4), and the log a
+column kl. It costs the memory of the copy and a forward for each forward and backward.
 """
 import functools
 from pathlib import Path

@@ -4,9 +4,9 @@ Other losses, normalisations and advantages for train_rl.py.
     python -m forks.losses config/rl_passes.py --loss=masked_is
     python -m forks.losses config/rl_passes.py --loss=dppo --normalise=sequence --advantage_std=True
 
-masked_is: importance sampling, tokens with a ratio outside [alpha, beta] are dropped (INTELLECT-3, arXiv 2512.16144).
-dppo: tokens whose probability itself has moved far in the direction of the advantage are dropped, and all others feel a
-pull back to the sampler (prime-rl, August 2026).
+masked_is: importance sampling, tokens with a ratio outside [alpha, beta] are dropped (INTELLECT-3, arXiv
+2512.16144). dppo: tokens whose probability itself has moved far in the direction of the advantage are
+dropped, and all others feel a pull back to the sampler (prime-rl, August 2026).
 """
 import torch
 
@@ -16,14 +16,14 @@ from configurator import configure, run
 loss = "masked_is"     # grpo (that of train_rl.py) | masked_is | dppo
 alpha = 0.5            # masked_is: tokens with smaller ratios are dropped, 0 to below 1
 beta = 5.0             # masked_is: tokens with larger ratios are dropped, above 1
-normalise = "token"    # token: by the trained tokens of the batch | fixed: by the most there could be | sequence: mean of means
+normalise = "token"    # by the trained tokens of the batch | fixed: by the most there could be | sequence
 advantage_std = False  # divide advantages by the standard deviation of their group
 
 grpo_loss, mean_advantages = train_rl.policy_loss, train_rl.advantages
 
 
 def policy_loss(batch):
-    """The loss of each trained token of a Batch by `loss`, and what to log of it. -> loss (n,), {name: (n,)}"""
+    """As train_rl.policy_loss, by `loss`: the loss of each trained token, and what to log of it."""
     if loss == "grpo":
         return grpo_loss(batch)
     log_ratio = batch.logp - batch.old

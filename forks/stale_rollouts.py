@@ -1,10 +1,12 @@
 """
-What rollouts of an older policy do to learning: train_rl.py on batches that were sampled async_level steps ago.
+What rollouts of an older policy do to learning: train_rl.py on batches that were sampled async_level steps
+ago.
 
     python -m forks.stale_rollouts config/rl_passes.py --async_level=2
 
-Asynchronous trainers (INTELLECT-2, arXiv 2505.07291) sample with old weights so that nobody waits. Here nothing runs at the
-same time: batches wait in a queue, which is the same staleness without copies of old weights. A checkpoint keeps the queue.
+Asynchronous trainers (INTELLECT-2, arXiv 2505.07291) sample with old weights so that nobody waits. Here
+nothing runs at the same time: batches wait in a queue, which is the same staleness without copies of old
+weights. A checkpoint keeps the queue.
 """
 from dataclasses import asdict
 

@@ -617,5 +617,5 @@ def test_a_cache_that_says_it_all_is_not_told_again():
     model = tiny_gpt()
     cache = SlidingCache(model.config, 1, 2, 3, dtype=torch.float64)
     for twice in (dict(prefix_len=2), dict(window=3), dict(positions=torch.zeros(1, 1))):
-        with pytest.raises(ValueError, match="those of the cache"):
+        with pytest.raises(ValueError, match="the cache's"):
             model.features(tokens(1, 1, 1), cache=cache, **twice)

@@ -16,7 +16,7 @@ from util import tiny_gpt
 import attn_kernel
 import fast.step as fast
 import model as model_module
-from engine import Thinking, generate
+from engine import generate
 from fast.step import CompiledStep, GraphStep
 from forks.random_eviction import RandomEvictionCache
 from model import GPT
@@ -184,7 +184,7 @@ def test_generate_draws_the_same_tokens(how):
     assert [c.tokens for c in a] == [c.tokens for c in b] and len({len(c.tokens) for c in a}) > 2
     for x, y in zip(a, b, strict=True):
         assert x.logprobs == pytest.approx(y.logprobs, abs=2e-4)
-    assert generate(model, prompts[:1], 5, compile=True, thinking=Thinking(end_id=2, maximum=2))[0].tokens[2] == 2
+    assert generate(model, prompts[:1], 5, compile=True, choose=Thinking(end_id=2, maximum=2))[0].tokens[2] == 2
 
 
 def test_subnormal_numbers_survive():

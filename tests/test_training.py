@@ -17,8 +17,9 @@ from util import tiny_gpt
 
 import train_sft
 import training
+from data.passes.prepare import write_tokenizer
 from model import GPT, GPTConfig
-from tasks import Problem, load_task, write_passes_tokenizer
+from tasks import Problem, load_task
 from tokenizer import load_tokenizer
 
 TIMES = {"tokens_per_s", "rollout_tokens_per_s", "train_tokens_per_s", "rollout_s", "train_s", "peak_memory_bytes", "remaining_s"}
@@ -151,7 +152,7 @@ def test_what_a_log_holds_is_cut_back_line_by_line(tmp_path):
 
 def test_a_checkpoint_is_synced_before_it_is_the_last(tmp_path, monkeypatch):
     """Everything in it first, then its name, then the link; folders that are not checkpoints stay."""
-    write_passes_tokenizer(tmp_path / "tokenizer")
+    write_tokenizer(tmp_path / "tokenizer")
     model, done = tiny_gpt(dtype=torch.float32), []
     optimizer = training.Optimizer(model, lr=1e-3)
     (tmp_path / "step_000001_best").mkdir()
@@ -170,6 +171,7 @@ def test_a_checkpoint_is_synced_before_it_is_the_last(tmp_path, monkeypatch):
 def test_the_loss_of_the_warm_start(monkeypatch, prefix_len):
     """Against a loss written out token by token: every answer token and the end token, no prompt token, whatever the micro-batches."""
     model, batch = tiny_gpt(), [([1, 2, 3, 4, 5, 6, 7, 8, 9], 4), ([9, 8, 7, 6, 5], 2), ([3, 1, 4], 2)]
+    examples = [train_sft.Example(ids[:n], ids[n:]) for ids, n in batch]
     monkeypatch.setattr(train_sft, "window", 3)
     monkeypatch.setattr(train_sft, "prefix_len", prefix_len)
     want = 0.0
@@ -179,7 +181,7 @@ def test_the_loss_of_the_warm_start(monkeypatch, prefix_len):
     grads = torch.autograd.grad(want, list(model.parameters()))
     for size in (1, 2, 3):
         monkeypatch.setattr(train_sft, "micro_batch", size)
-        loss, _ = train_sft.batch_loss(model, batch)
+        loss, _ = train_sft.batch_loss(model, examples)
         assert loss == pytest.approx(want.item())
         assert all(torch.allclose(p.grad, g, rtol=1e-9, atol=1e-12) for p, g in zip(model.parameters(), grads, strict=True))
         model.zero_grad()
@@ -187,20 +189,23 @@ def test_the_loss_of_the_warm_start(monkeypatch, prefix_len):
 
 def test_a_solution_ends_with_the_end_token(smollm2):
     tokenizer = load_tokenizer(smollm2)
-    ids, n = train_sft.encode(Problem("1 + 1?", "2", "It is 2."), tokenizer)
-    assert ids[-1] == tokenizer.eos_id == tokenizer.token_id("<|im_end|>") and tokenizer.decode(ids[n:-1]) == "It is 2."
-    assert tokenizer.decode(ids[:n]).endswith("1 + 1?<|im_end|>\n<|im_start|>assistant\n")
-    with pytest.raises(ValueError, match="no worked solutions"):
+    example = train_sft.encode(Problem("1 + 1?", "2", "It is 2."), tokenizer)
+    assert example.answer[-1] == tokenizer.eos_id == tokenizer.token_id("<|im_end|>")
+    assert tokenizer.decode(example.answer[:-1]) == "It is 2."
+    assert tokenizer.decode(example.prompt).endswith("1 + 1?<|im_end|>\n<|im_start|>assistant\n")
+    with pytest.raises(ValueError, match="no worked solution"):
         train_sft.encode(Problem("1 + 1?", "2"), tokenizer)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # runs
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_two_and_two_steps_equal_four(untrained, tmp_path, dtype):
+@pytest.mark.parametrize("dtype, fork", [
+    ("float32", ["-m", "forks.stale_rollouts", "--async_level=1"]), ("float32", ["-m", "forks.kl_penalty", "--kl_coef=0.01"]),
+    ("bfloat16", ["train_rl.py"])])
+def test_two_and_two_steps_equal_four(untrained, tmp_path, dtype, fork):
     """Moments, masters, the place among the problems and the batches that wait (async_level) all survive."""
-    args = [*RL, f"--init_from={untrained}", "--async_level=1", "--save_every=2", "--kl_coef=0.01", f"--dtype={dtype}"]
+    args = [*fork, *RL[1:], f"--init_from={untrained}", "--save_every=2", f"--dtype={dtype}"]
     script([*args, f"--out_dir={tmp_path / 'whole'}", "--max_steps=4"])
     script([*args, f"--out_dir={tmp_path / 'parts'}", "--max_steps=2"])
     shutil.copytree(tmp_path / "parts", tmp_path / "killed", symlinks=True)
@@ -294,16 +299,16 @@ def test_wrong_inputs(untrained, tmp_path):
         ([*RL, "--init_from=scratch", out], "init_from='scratch': must be a model that gets some answers right"),
         ([*rl, "--group_size=1"], "group_size=1: must be at least 2"),
         ([*rl, "--temperature=0"], "temperature=0.0: must be above 0"),
-        ([*rl, "--loss=ppo"], "loss='ppo': must be grpo, masked_is or dppo"),
+        (["-m", "forks.losses", *rl[1:], "--loss=ppo"], "loss='ppo': must be grpo, masked_is or dppo"),
         ([*rl, "--task=sudoku"], "task='sudoku'"),
         ([*rl, "--window=0"], "window"),
         ([*rl, "--reward={'speed': 1.0}"], "speed"),
         ([*rl, "--dtype=float16"], "float16 has too little range"),
-        ([*SFT, out, "--task=reasoning_gym:chain_sum"], "init_from='scratch' is for the embedded task"),
+        ([*SFT, out, "--tokenizer=data/passes_of_nobody"], "data/passes_of_nobody"),
         ([*SFT, out, "--schedule=cosine"], "schedule='cosine'"),
         ([*SFT, out, "--micro_batch=0"], "micro_batch=0: must be at least 1"),
         ([*rl, "--master_device=gpu"], "master_device='gpu'"),
-        ([*rl, "--pass_rates=no/rates.json"], "no/rates.json is missing"),
+        ([*rl, "--task=rated:no/rates.json"], "no/rates.json"),
         ([*rl, "--reward={'length': 1.0}"], "needs length_targets"),
         ([*RL, f"--init_from={untrained}", f"--out_dir={untrained}/config.json"], "is a file")]
     for k in range(0, len(cases), 2):                                                 # two at a time
@@ -322,18 +327,19 @@ def test_a_run_on_problems_of_some_pass_rates(untrained, tmp_path):
     """It samples those problems only, and goes on with no others."""
     held = dict(task=TASK, seed=1, held_out=False)
     (tmp_path / "rates.json").write_text(json.dumps(held | {"rates": {"3": 0.5, "4": 0.0, "7": 0.75, "8": 1.0}}))
-    run = [*RL, f"--out_dir={tmp_path / 'out'}", "--eval_every=0", "--samples_per_step=99", f"--pass_rates={tmp_path / 'rates.json'}",
-           "--min_pass=0.5"]
-    script([*run, f"--init_from={untrained}", "--max_pass=0.75", "--max_steps=2"])
+    run = [*RL, f"--out_dir={tmp_path / 'out'}", "--eval_every=0", "--samples_per_step=99"]
+    rated = f"--task=rated:{tmp_path / 'rates.json'}?min_pass=0.5"
+    script([*run, f"{rated}&max_pass=0.75", f"--init_from={untrained}", "--max_steps=2"])
     samples = [json.loads(line) for line in (tmp_path / "out" / "samples.jsonl").read_text().splitlines()]
     problems = load_task(TASK, 1).problem
     assert len(samples) == 24 and {s["prompt"] for s in samples} == {problems(3).prompt, problems(7).prompt}
-    assert "max_pass=0.75 has become 1.0: that is another run" in said(start([*run, "--init_from=resume"]))
+    assert f"has become {rated[7:]!r}: that is another run" in said(start([*run, rated, "--init_from=resume"]))
 
 
 def test_the_plan(untrained, tmp_path):
     """Prints a line per kind of memory, trains one step on the longest completions, and leaves no run behind."""
-    process = start([*RL, f"--init_from={untrained}", f"--out_dir={tmp_path / 'out'}", "--plan=True", "--carry=True", "--context_mult=1"])
+    process = start(["-m", "lab.plan", *RL[1:], f"--init_from={untrained}", f"--out_dir={tmp_path / 'out'}", "--carry=True",
+                     "--context_mult=1"])
     code, out, err = finish(process)
     assert code == 0, err
     result = json.loads(out.splitlines()[-1])
@@ -350,7 +356,7 @@ def test_the_plan(untrained, tmp_path):
     ("rl_smollm2_cpu", dict(tied=True)), ("rl_passes", dict(qk_norm=True))])
 def test_configs_train_a_tiny_model_of_their_architecture(tmp_path, config, changes):
     folder = tmp_path / "model"
-    write_passes_tokenizer(folder)
+    write_tokenizer(folder)
     tokenizer = load_tokenizer(folder)
     sizes = dict(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, head_dim=8, n_inner=48)
     GPT(GPTConfig(vocab_size=tokenizer.n_vocab, eos_ids=tuple(tokenizer.eos_ids), **sizes, **changes)).save_pretrained(folder)
