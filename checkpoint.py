@@ -51,7 +51,8 @@ def local_folder(path_or_hub_name, patterns):
     prepare.py was not run. Without a network that takes 11 seconds at most."""
     name, folder = str(path_or_hub_name), Path(path_or_hub_name)
     if folder.is_dir():
-        if (folder / "prepare.py").exists() and not (folder / "config.json").exists():
+        is_there = any(any(folder.glob(pattern)) for pattern in patterns)
+        if (folder / "prepare.py").exists() and not is_there:
             raise FileNotFoundError(f"{name} is not prepared yet: run `python {folder / 'prepare.py'}` first")
         return folder
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name, re.ASCII):
