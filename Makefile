@@ -26,9 +26,8 @@ SEED = 1
 # tensors this small gain nothing from threads, and lose much on a busy machine
 demo-rl demo-eval: export OMP_NUM_THREADS = 1
 
-demo-rl: .venv/rl
+demo-rl: .venv/rl data/passes/tokenizer.json
 	rm -rf $(DEMO)
-	$(BIN)/python data/passes/prepare.py
 	$(BIN)/python train_sft.py config/sft_passes.py --out_dir=$(DEMO)/sft --seed=$(SEED)
 	$(BIN)/python train_rl.py config/rl_passes.py --init_from=$(DEMO)/sft/last --out_dir=$(DEMO)/rl --seed=$(SEED)
 	$(BIN)/python -m lab.figures curve --logs=$(DEMO)/rl/log.csv --labels="seed $(SEED)" --out=$(DEMO)/curve.png
@@ -48,7 +47,7 @@ demo-eval: .venv/rl
 	$(EVAL) --policies=$(ARMS) --init_from=$(DEMO)/rl/last --models="{'full': '$(DEMO)/full/last'}" --out_dir=$(DEMO)/eval
 	$(BIN)/python -m lab.figures accuracy --data=$(DEMO)/eval/table.csv --out=$(DEMO)/eval/accuracy.png
 
-test: .venv/dev $(MODEL)
+test: .venv/dev $(MODEL) data/passes/tokenizer.json
 	$(BIN)/python -m pytest -n 2
 
 lint: .venv/dev
@@ -62,6 +61,9 @@ $(MODEL): data/smollm2/prepare.py | .venv/run
 	$(PIP) "gguf>=0.16"
 	rm -f $(MODEL)
 	$(BIN)/python data/smollm2/prepare.py
+
+data/passes/tokenizer.json: data/passes/prepare.py | .venv/run
+	$(BIN)/python data/passes/prepare.py
 
 .venv/run: requirements.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "nanoslide needs Python 3.11 or later; try make PYTHON=python3.12")'

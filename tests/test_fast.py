@@ -21,6 +21,7 @@ from fast.step import CompiledStep, GraphStep
 from forks.random_eviction import RandomEvictionCache
 from model import GPT
 from sliding_cache import SlidingCache
+from thinking import Thinking
 
 SHAPES = dict(n_embd=64, head_dim=16, n_inner=96, n_head=4, n_kv_head=2)
 

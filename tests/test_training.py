@@ -161,8 +161,11 @@ def test_a_checkpoint_is_synced_before_it_is_the_last(tmp_path, monkeypatch):
     for step in (1, 2):
         training.save_run(tmp_path, step, model, optimizer, {}, tmp_path / "tokenizer")
     kept = ["step_000001_best", "step_notes.txt", "tokenizer"]
-    assert done[2] == ("saving.tmp", sorted(["last", "saving.tmp", "step_000001", *kept]))
-    assert done[3] == (tmp_path.name, sorted(["last", "step_000001", "step_000002", *kept]))
+    files = {"config.json", "model.safetensors", "optimizer.safetensors", "state.json", "tokenizer.json", "tokenizer_config.json"}
+    second = done[len(done) // 2:]
+    assert {name for name, _ in second[:-2]} == files
+    assert second[-2] == ("saving.tmp", sorted(["last", "saving.tmp", "step_000001", *kept]))
+    assert second[-1] == (tmp_path.name, sorted(["last", "step_000001", "step_000002", *kept]))
     assert sorted(p.name for p in tmp_path.glob("*")) == sorted(["last", "step_000002", *kept])
     assert (tmp_path / "last").resolve().name == "step_000002"
 
@@ -299,7 +302,7 @@ def test_wrong_inputs(untrained, tmp_path):
         ([*RL, "--init_from=scratch", out], "init_from='scratch': must be a model that gets some answers right"),
         ([*rl, "--group_size=1"], "group_size=1: must be at least 2"),
         ([*rl, "--temperature=0"], "temperature=0.0: must be above 0"),
-        (["-m", "forks.losses", *rl[1:], "--loss=ppo"], "loss='ppo': must be grpo, masked_is or dppo"),
+        (["-m", "forks.losses", *rl[1:], "--loss=ppo"], "loss='ppo': grpo, masked_is or dppo"),
         ([*rl, "--task=sudoku"], "task='sudoku'"),
         ([*rl, "--window=0"], "window"),
         ([*rl, "--reward={'speed': 1.0}"], "speed"),
@@ -310,7 +313,7 @@ def test_wrong_inputs(untrained, tmp_path):
         ([*rl, "--master_device=gpu"], "master_device='gpu'"),
         ([*rl, "--task=rated:no/rates.json"], "no/rates.json"),
         ([*rl, "--reward={'length': 1.0}"], "needs length_targets"),
-        ([*RL, f"--init_from={untrained}", f"--out_dir={untrained}/config.json"], "is a file")]
+        ([*RL, f"--init_from={untrained}", f"--out_dir={untrained}/config.json"], "config.json': File exists")]
     for k in range(0, len(cases), 2):                                                 # two at a time
         for (args, what), process in [(case, start(case[0])) for case in cases[k:k + 2]]:
             assert what in said(process), args
