@@ -9,11 +9,9 @@ Hugging Face tokenizer.json.
     ids = tokenizer.encode("What is <|im_end|>?")              # what a user types is text, never control
     ids = tokenizer.encode_chat([{"role": "user", "content": "What is <|im_end|>?"}])
 
-A text takes three steps, and the ids equal those of the `tokenizers` library on every string:
-1. Some models compose accents first (`nfc`).
-2. The model's pattern cuts the text into pieces, words more or less (`python_pattern`).
-3. The bytes of each piece are merged to tokens, the most frequent pairs first (`BytePairs`).
-Control strings such as <|im_end|> stand outside of that: only chat templates write them (`encode_chat`).
+The `tokenizers` library cuts and merges text. What is added here: control strings such as <|im_end|> are
+never made of text, only chat templates write them (`encode_chat`); and each id has its bytes, so that text
+can be streamed.
 
 Deliberately absent: post-processors (nothing is added in front or behind; a chat template writes its own
 <bos>), SentencePiece, WordPiece.
@@ -21,44 +19,17 @@ Deliberately absent: post-processors (nothing is added in front or behind; a cha
 import codecs
 import functools
 import json
-import math
 import re
 import sys
-import unicodedata
 from datetime import datetime
-from itertools import pairwise
 
-import tiktoken
+import tokenizers
 
 from checkpoint import end_ids, local_folder, read_json
 from configurator import run
 
 JSON_FILES = ["tokenizer.json", "tokenizer_config.json", "config.json", "generation_config.json"]
 TOKENIZER_FILES = [*JSON_FILES, "*.jinja"]
-
-# GPT-2's pattern, and the same after each digit was set apart (SmolLM2): spaces before a digit stay whole, as
-# they do at the end of a text. `tokenizers` sets digits apart by Rust's own tables, which have two
-# ranges more than its regular expressions (Unicode 17).
-GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-DIGIT = "\\p{N}\U00011de0-\U00011de9\U00016ff4-\U00016ff6"
-GPT2_DIGITS = rf"'(?:[sdmt]|ll|ve|re)| ?\p{{L}}+|[{DIGIT}]| ?[^\s\p{{L}}{DIGIT}]+|\s+(?![^\s{DIGIT}])|\s+"
-
-# Patterns that stand in the file itself: of Qwen2, Qwen3 and R1-Distill-Qwen; of Llama-3; of Qwen3.5. They
-# match every character: nothing falls between two pieces
-CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-SPACES = r"[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-QWEN = CONTRACTION + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+" + SPACES
-LLAMA3 = CONTRACTION + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+" + SPACES
-QWEN35 = CONTRACTION + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+" + SPACES
-SPLITS = (QWEN, LLAMA3, QWEN35)
-
-# The NFC of `tokenizers` stopped at Unicode 9. In these ranges lies all that later versions compose or
-# reorder; it stays where it stands
-AFTER_UNICODE_9 = re.compile(
-    "([\u05c8-\u05c9\u07fd\u0897-\u08d3\u09fe\u0c3c\u0d3b-\u0d3c\u0eba\u1715\u1abf-\u1af0\u1df6-\u1dfa\ua82c"
-    "\U000105c9-\U000105e4\U00010d24-\U00010f85\U00011070\U0001133b\U00011382-\U000113d0\U0001145e"
-    "\U00011839-\U00011a99\U00011d42-\U0001612f\U00016d63-\U00016ff1\U0001d127-\U0001d128"
-    "\U0001d250-\U0001d281\U0001e08f-\U0001e6f5])")
 
 # GPT-2 vocabularies write each byte as one printable character: itself where it is one, else the next free
 # one from U+0100 on
@@ -68,8 +39,8 @@ BYTE |= {chr(256 + i): byte for i, byte in enumerate(sorted(set(range(256)) - se
 # The byte-level tokenizer, in the same format: no merges, ids 0..255 are the bytes, 256 ends a text. In a
 # chat a newline follows each message, but <|endoftext|> the assistant's: a model can learn where to stop.
 BYTES = {
-    "model": {"vocab": BYTE, "merges": []},
-    "pre_tokenizer": {"type": "ByteLevel"},
+    "model": {"type": "BPE", "vocab": BYTE, "merges": []},
+    "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False},
     "added_tokens": [{"id": 256, "content": "<|endoftext|>", "special": True}],
 }
 BYTES_SETTINGS = {
@@ -116,15 +87,13 @@ class Tokenizer:
         self.name = name
         vocab, added = spec["model"]["vocab"], spec.get("added_tokens") or []
         self._added = {token["content"]: token["id"] for token in added}
-        pattern = pattern_of(spec.get("pre_tokenizer"))
-        self._cut = python_pattern(pattern).findall
-        self._pairs = BytePairs(name, spec["model"], pattern, self._added)
+        self._text = text_tokenizer(name, spec, self._added)
         self._bytes = {i: spelled(token) or token.encode() for token, i in vocab.items()}
         self._bytes |= {i: content.encode() for content, i in self._added.items()}
         self.n_vocab = 1 + max(self._bytes)
 
-        # Control strings marked as normalized are looked for after nfc, and only in what the others left
-        self._normalize = nfc if spec.get("normalizer") else str
+        # Control strings marked as normalized are looked for after NFC, and only in what the others left
+        self._normalize = self._text.normalizer.normalize_str if self._text.normalizer else str
         late = {token["content"] for token in added if token.get("normalized")}
         self._early_pattern = re.compile(any_of(self._added.keys() - late))
         self._late = {self._normalize(content): self._added[content] for content in late}
@@ -149,7 +118,8 @@ class Tokenizer:
         """Ids of a text, nothing in front or behind. Control strings in it (<|im_end|>, <think>) are text
         like any other. UnicodeEncodeError, a ValueError, for half a surrogate pair, which UTF-8 cannot
         hold."""
-        return [i for piece in self._cut(self._normalize(text)) for i in self._pairs.merge(piece)]
+        text.encode()
+        return self._text.encode(text, add_special_tokens=False).ids
 
     def encode_control(self, text, restore=str):
         """Ids of a text whose control strings are their own ids, as in the `tokenizers` library. What lies
@@ -267,108 +237,24 @@ class TextStream:
 
 
 # --------------------------------------------------------------------------------------------------
-# cutting a text into pieces
+# the vocabulary
 
-def nfc(text):
-    """Unicode's composed form, as `tokenizers` has it."""
-    return "".join(unicodedata.normalize("NFC", part) for part in AFTER_UNICODE_9.split(text))
-
-
-def pattern_of(pre_tokenizer):
-    """The regular expression that cuts a text as this part of a tokenizer.json does. ValueError naming an
-    unknown."""
-    spec = pre_tokenizer or {}
-    steps = spec.get("pretokenizers", [spec])
-    first, last = steps[0], steps[-1]
-    kinds = "+".join(str(step.get("type")) for step in steps)
-    if last.get("use_regex", True):
-        kinds += " with its regex"
-    regex = first.get("pattern", {}).get("Regex")
-    if not last.get("add_prefix_space"):
-        if kinds == "ByteLevel with its regex":
-            return GPT2
-        if kinds == "Digits+ByteLevel with its regex" and first.get("individual_digits"):
-            return GPT2_DIGITS
-        if kinds == "Split+ByteLevel" and regex in SPLITS and first["behavior"] == "Isolated":
-            return regex
-    raise ValueError(
-        f"pre_tokenizer {json.dumps(pre_tokenizer)} is not supported; known are ByteLevel, Digits"
-        " (individual) + ByteLevel, and the Split patterns of Qwen2, Qwen3, Qwen3.5 and Llama-3 + ByteLevel,"
-        " all without add_prefix_space")
-
-
-def python_pattern(pattern):
-    """A pattern in tiktoken's language for Python's `re`. Other libraries know another version of Unicode,
-    so \\p{L}, \\p{N}, \\p{M} and \\s are written out as what they mean in tiktoken, and so in
-    `tokenizers`."""
-    def write_out(match):  # a class in brackets, or one of the names alone
-        inside = match[0].strip("[]")
-        return "[" + re.sub(r"\\p\{\w\}|\\s", lambda name: characters(name[0]), inside) + "]"
-
-    pattern = pattern.replace(r"\S", r"[^\s]")
-    return re.compile(re.sub(r"\[[^\]]*\]|\\p\{\w\}|\\s", write_out, pattern))
-
-
-@functools.cache
-def characters(name):
-    r"""The characters that tiktoken counts in a class such as \p{L}, as ranges to put between the [] of a
-    pattern."""
-    everything = "".join(map(chr, [*range(0xD800), *range(0xE000, 0x110000)]))  # surrogates are no characters
-    single_bytes = {bytes([byte]): byte for byte in range(256)}
-    encoding = tiktoken.Encoding(name, pat_str=name + "+", mergeable_ranks=single_bytes, special_tokens={})
-    members = encoding.decode(encoding.encode_ordinary(everything))  # what does not match is left out
-    ranges = []  # of code points, [first, last]
-    for code in map(ord, members):
-        if ranges and code == ranges[-1][1] + 1:
-            ranges[-1][1] = code
-        else:
-            ranges.append([code, code])
-    return "".join(f"\\U{first:08x}-\\U{last:08x}" for first, last in ranges)
-
-
-# --------------------------------------------------------------------------------------------------
-# merging a piece to tokens
-
-class BytePairs:
-    """Merges the bytes of a piece to tokens, by the "model" of a tokenizer.json.
-
-    A tiktoken Encoding does the work. tiktoken joins any neighbours that spell a token, lowest rank first;
-    the file lists which pairs may join, in order. So the Encoding gets exactly the tokens that the listed
-    merges build from their own bytes, ranked by the merge that completes them. Then both do the same:
-    neighbours u, v that spell a token t were built inside t's span alone, by the first merges of t on its
-    own. That run ends in t, and its only state of two parts is the listed pair that completes t, with that
-    rank: so u, v are that pair. And a token that its own bytes do not reach is reached nowhere."""
-
-    def __init__(self, name, model, pattern, added):
-        vocab, merges = model["vocab"], read_merges(name, model)
-        ranks = {}  # bytes -> rank
-        self.ids = {}  # rank -> id
-        self.whole = {}  # bytes -> id, where a whole piece may be a token that no merges build (Llama-3)
-        for token, token_id in vocab.items():
-            data = spelled(token)
-            if not data or token in added and len(data) > 1:  # control strings are never made of text
-                continue
-            if model.get("ignore_merges"):
-                self.whole[data] = token_id
-            rank = BYTE[token] if len(data) == 1 else last_merge(token, merges)
-            if rank is not None:
-                ranks[data] = rank
-                self.ids[rank] = token_id
-        # `tokenizers` drops bytes that a vocabulary lacks, in silence and before merging (SmolLM2: six
-        # control characters, and what begins the characters from U+40000 to U+BFFFF)
-        self.missing = bytes(byte for character, byte in BYTE.items() if character not in vocab)
-        self.encoding = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
-
-    def merge(self, piece):
-        """The ids of a piece, a str."""
-        data = piece.encode()
-        if data in self.whole:
-            return [self.whole[data]]
-        data = data.translate(None, self.missing)
-        if not data:
-            return []
-        # tiktoken's method for one piece: unlike the others it takes bytes that are no UTF-8 any more
-        return [self.ids[rank] for rank in self.encoding._encode_single_piece(data)]
+def text_tokenizer(name, spec, added):
+    """The library's Tokenizer for text alone: a tokenizer.json without its control strings."""
+    model = spec["model"]
+    control = {content for content in added if len(content) > 1}  # a single one spells a byte, too
+    vocab = {token: i for token, i in model["vocab"].items() if token not in control}
+    merges = []
+    for merge in model["merges"]:
+        pair = merge.split(" ") if isinstance(merge, str) else merge
+        if control.isdisjoint([*pair, "".join(pair)]):
+            merges.append(merge)
+    text_only = dict(model=dict(model, vocab=vocab, merges=merges), normalizer=spec.get("normalizer"),
+                     pre_tokenizer=spec["pre_tokenizer"], version="1.0", added_tokens=[])
+    try:
+        return tokenizers.Tokenizer.from_str(json.dumps(text_only))
+    except Exception as error:  # the library raises nothing more special
+        raise ValueError(f"{name}: its tokenizer.json is damaged: {error}") from None
 
 
 def spelled(token):
@@ -377,33 +263,9 @@ def spelled(token):
         return bytes(BYTE[character] for character in token)
 
 
-def read_merges(name, model):
-    """The pairs that may join -> their rank, 256 for the first: the ranks below are the bytes."""
-    merges = {}
-    for rank, pair in enumerate(model["merges"], 256):
-        if isinstance(pair, str):
-            pair = pair.split(" ")
-        if "".join(pair) not in model["vocab"]:
-            raise ValueError(f"{name}: its tokenizer.json has a merge {' '.join(pair)!r} that makes no token")
-        merges[tuple(pair)] = rank
-    return merges
-
-
-def last_merge(token, merges):
-    """The rank of the merge that completes a token of several bytes, None if merges do not build it."""
-    parts = list(token)
-    while len(parts) > 1:
-        ranks = [merges.get(pair, math.inf) for pair in pairwise(parts)]
-        best = min(ranks)
-        if best == math.inf:
-            return None
-        i = ranks.index(best)
-        parts[i:i + 2] = [parts[i] + parts[i + 1]]
-    return best
-
-
 def check_supported(name, spec):
-    """ValueError naming what a tokenizer.json asks for and this file does not do."""
+    """ValueError naming what a tokenizer.json asks for and this file does not do: its tokens must spell bytes,
+    and give back the text that they were made of."""
     def refuse(what):
         raise ValueError(f"{name}: its tokenizer.json has {what}, which is not supported")
 
@@ -417,6 +279,12 @@ def check_supported(name, spec):
         refuse(f"unk_token {model['unk_token']!r} for bytes that it lacks")
     if normalizer.get("type") not in (None, "NFC"):
         refuse(f"normalizer {normalizer['type']!r}")
+    pre_tokenizer = spec.get("pre_tokenizer") or {}
+    steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
+    changes = any(step.get("add_prefix_space") or step.get("behavior") == "Removed" for step in steps)
+    known = {step.get("type") for step in steps} <= {"Split", "Digits", "ByteLevel"}
+    if changes or not known or steps[-1]["type"] != "ByteLevel":
+        refuse(f"pre_tokenizer {json.dumps(spec.get('pre_tokenizer'))}")
     for token in spec.get("added_tokens") or []:
         for key in ("lstrip", "rstrip", "single_word"):
             if token.get(key):

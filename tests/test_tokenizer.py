@@ -9,7 +9,6 @@ import random
 import re
 import subprocess
 import sys
-import unicodedata
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,14 @@ import tokenizer as nano
 from tokenizer import TextStream, load_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
-QWEN2, LLAMA3, QWEN35 = nano.SPLITS
+NFC = normalizers.NFC()
+
+# the patterns of Qwen2, Qwen3 and R1-Distill-Qwen; of Llama-3; of Qwen3.5
+CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+SPACES = r"[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+QWEN2 = CONTRACTION + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+" + SPACES
+LLAMA3 = CONTRACTION + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+" + SPACES
+QWEN35 = CONTRACTION + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+" + SPACES
 
 WORLD = """Attention looks at every token before it; a window looks at the last few. It's 3.14 times cheaper, isn't it?
 WE'LL see, they'd say.
@@ -158,30 +164,6 @@ def test_ids_of_every_character(name, request):
         assert ours.encode(text) == hf_ids(reference, text), hex(start)
 
 
-MARKED = st.one_of(st.sampled_from("aeé\u0301\u0323\u0327\u0345\u0334한\u1100\u1161"), st.characters(categories=["Mn", "Mc"]))
-
-
-@given(st.text(MARKED, max_size=8))
-@settings(max_examples=500, deadline=None)
-def test_nfc_is_that_of_tokenizers(text):
-    """Its NFC stopped at Unicode 9. Python's goes on, so that marks added since (U+0898) changed places and ids."""
-    assert nano.nfc(text) == normalizers.NFC().normalize_str(text)
-
-
-def test_nfc_of_every_character():
-    for c in map(chr, (c for c in range(sys.maxunicode + 1) if not 0xD800 <= c < 0xE000)):
-        if unicodedata.combining(c) or unicodedata.decomposition(c):
-            text = f"a{c}\u0334\u0301{c}\u0345{c}"
-            assert nano.nfc(text) == normalizers.NFC().normalize_str(text), hex(ord(c))
-
-
-def test_pieces_are_those_of_tiktoken(smol, qwen, llama):
-    """The Encoding is an ordinary tiktoken one: with no byte missing and no ignore_merges it gives the same tokens alone."""
-    for ours in (smol[1], qwen[1]):
-        text = ours._normalize(WORLD)
-        assert [ours._pairs.ids[rank] for rank in ours._pairs.encoding.encode_ordinary(text)] == ours.encode(WORLD)
-
-
 def test_third_split_pattern_and_plain_gpt2(tmp_path):
     """Qwen3.5's pattern keeps marks with their letters; GPT-2's is ByteLevel alone."""
     reference = train(QWEN35, 1500, normalizers.NFC())
@@ -256,7 +238,6 @@ def test_ignore_merges(llama):
 def test_missing_bytes_are_dropped(smol):
     """SmolLM2 has no token for some control characters: `tokenizers` drops them in silence, after cutting and before merging."""
     reference, ours = smol
-    assert {0x04, 0x06, 0x13, 0x14, 0x16, 0x1D, 0xF1, 0xF2} <= set(ours._pairs.missing)
     for text in ("\x04", "a\x04b", "=\x04=", "==\x04\x06==\x1d=", "a \x16!", "\U00040000", "\U00080000 x", "!\U00040000!", ""):
         assert ours.encode(text) == hf_ids(reference, text)
     assert ours.encode("=\x04=") == ours.encode("==") and ours.encode("\x04") == []
@@ -392,7 +373,7 @@ def test_no_message_can_add_control(qwen, turns):
     ids = ours.encode_chat([{"role": role, "content": content} for role, content in turns], add_generation_prompt=False)
     assert [ids.count(ours.token_id(s)) for s in ("<|im_start|>", "<|im_end|>", "<|endoftext|>")] == [len(turns), len(turns), 0]
     content = turns[-1][1]
-    assert nano.nfc(f"<|im_start|>{turns[-1][0]}\n{content}<|im_end|>\n") in ours.decode(ids)
+    assert NFC.normalize_str(f"<|im_start|>{turns[-1][0]}\n{content}<|im_end|>\n") in ours.decode(ids)
 
 
 def test_chat_errors(qwen, tmp_path):
@@ -415,7 +396,7 @@ def test_chat_errors(qwen, tmp_path):
 @settings(max_examples=500, deadline=None)
 def test_round_trip(qwen, llama, text):
     """Nothing is lost where every byte has a token; Qwen's kind gives back the NFC."""
-    assert qwen[1].decode(qwen[1].encode(text)) == nano.nfc(text)
+    assert qwen[1].decode(qwen[1].encode(text)) == NFC.normalize_str(text)
     assert llama[1].decode(llama[1].encode(text)) == text
     assert load_tokenizer("bytes").decode(text.encode()) == text
 
@@ -495,8 +476,8 @@ def test_smollm2(smol):
     (lambda spec: spec["pre_tokenizer"].update(add_prefix_space=True), "add_prefix_space"),
     (lambda spec: spec["pre_tokenizer"].update(type="Metaspace"), "Metaspace"),
     (lambda spec: spec["pre_tokenizer"].update(type="Sequence", pretokenizers=[
-        {"type": "Split", "pattern": {"Regex": r"\w+zzz"}, "behavior": "Isolated", "invert": False},
-        {"type": "ByteLevel", "use_regex": False}]), "zzz"),
+        {"type": "Split", "pattern": {"Regex": r"\w+"}, "behavior": "Removed", "invert": False},
+        {"type": "ByteLevel", "use_regex": False}]), "Removed"),
     (lambda spec: spec.update(pre_tokenizer=None), "pre_tokenizer null"),
     (lambda spec: spec.update(normalizer={"type": "Lowercase"}), "Lowercase"),
     (lambda spec: spec["model"].update(type="Unigram", vocab=[["a", -1.0]]), "has model type 'Unigram', which"),
@@ -504,11 +485,11 @@ def test_smollm2(smol):
     (lambda spec: spec["model"].update(byte_fallback=True), "byte_fallback"),
     (lambda spec: spec["model"].update(end_of_word_suffix="</w>"), "end_of_word_suffix '</w>'"),
     (lambda spec: spec["model"].update(unk_token="a"), "unk_token 'a'"),
-    (lambda spec: spec["model"].update(merges=["a b", "a c"]), "merge 'a c'"),
+    (lambda spec: spec["model"].update(merges=["a b", "a c"]), "Token `ac` out of vocabulary"),
     (lambda spec: spec.update(added_tokens=[{"id": 9, "content": "<m>", "lstrip": True}]), "lstrip on '<m>'"),
 ])
 def test_what_is_not_supported_is_named(tmp_path, change, named):
-    """Case 50: an unknown pattern is refused instead of giving almost the right ids."""
+    """Case 50: what would give almost the right ids, or lose text, is refused."""
     spec = spec_of({"a": 0, "b": 1, "ab": 2, "c": 3}, ["a b"])
     change(spec)
     (tmp_path / "tokenizer.json").write_text(json.dumps(spec), encoding="utf-8")
