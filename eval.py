@@ -71,12 +71,12 @@ from configurator import configure, require, run, settings
 
 configure(globals())
 
-import csv
 import fcntl
 import functools
 import hashlib
 import itertools
 import json
+import math
 import re
 import sys
 import time
@@ -90,10 +90,10 @@ import torch
 from checkpoint import MODEL_FILES, fingerprint, local_folder, read_config, read_json, replacing
 from device import device_and_dtype
 from engine import POLICIES, generate, hashed
+from evals.restarts import OWN_KEYS, RESTARTS, check_room
+from evals.table import scores, table_rows, write_table
 from model import GPT, GPTConfig
-from sliding_cache import layer_windows, row_bytes
 from tasks import load_task, prompt_ids, text_of
-from thinking import Thinking
 from tokenizer import load_tokenizer
 
 # ----------------------------------------------------------------------------------------------------------
@@ -156,6 +156,10 @@ def load_weights(name):
     folder = models.get(name, init_from)
     config = GPTConfig(**read_config(local_folder(folder, MODEL_FILES)))
     return Weights(name, folder, load_tokenizer(folder), config, *device_and_dtype(device, dtype))
+
+
+def own_keys(policy):
+    return {key: globals()[key] for key in OWN_KEYS[policy]}
 
 
 def split(names):
@@ -227,7 +231,7 @@ class Sampler:
         """Bring all samples to their end."""
         policy = self.arm.policy
         if policy in RESTARTS:
-            RESTARTS[policy](self)
+            RESTARTS[policy](self, **own_keys(policy))
         else:
             prefix_len = [sample.prefix_tokens for sample in self.samples]
             how = dict(window=self.arm.window, prefix_len=prefix_len, rope=rope) | POLICIES[policy]
@@ -235,6 +239,20 @@ class Sampler:
 
     def running(self):
         return [sample for sample in self.samples if not sample.finish_reason]
+
+    def tokens_left(self, sample):
+        return max_new_tokens - sample.n_tokens
+
+    def go_on(self, reserve=0, limit=None):
+        """Draw until P + W - reserve tokens are in the context of each running sample, or `limit` new ones
+        have come. -> the samples that are still running"""
+        samples, limits = self.running(), []
+        for sample in samples:
+            room = sample.prompt_tokens + self.arm.window - reserve - len(sample.context)
+            left = self.tokens_left(sample)
+            limits.append(min(room, left, limit or left))
+        self.draw(samples, limits)
+        return self.running()
 
     def draw(self, samples, limits, aside=False, **how):
         """Have some samples go on from their contexts. -> the new tokens of each; `aside`, they take time but
@@ -285,90 +303,11 @@ class Sampler:
 
     def report(self):
         self.reported = time.perf_counter()
-        rate = sum(sample.n_tokens for sample in self.samples) / (self.reported - self.began)
-        most = sum(max_new_tokens - sample.n_tokens for sample in self.running())
+        n_tokens = sum(sample.n_tokens for sample in self.samples)
+        rate = max(n_tokens, 1) / (self.reported - self.began)
+        most = sum(self.tokens_left(sample) for sample in self.running())
         print(f"  {len(self.running())} of {len(self.samples)} samples are running, {rate:,.0f} tokens/s, "
               f"at most {most / rate / 60:,.1f} min left", file=sys.stderr, flush=True)
-
-
-# ----------------------------------------------------------------------------------------------------------
-# restarts: full attention, but in contexts of P + W tokens
-
-def go_on(sampler, reserve=0, limit=None):
-    """Draw until P + W - reserve tokens are in the context of each running sample, or `limit` new ones have
-    come. -> the samples that are still running"""
-    samples, limits = sampler.running(), []
-    for sample in samples:
-        room = sample.prompt_tokens + sampler.arm.window - reserve - len(sample.context)
-        left = max_new_tokens - sample.n_tokens
-        limits.append(min(room, left, limit or left))
-    sampler.draw(samples, limits)
-    return sampler.running()
-
-
-def full_stop(sampler):
-    """Full attention that has to answer when its context is full."""
-    tokenizer = sampler.tokenizer
-    think, end_think = tokenizer.token_id("<think>"), tokenizer.token_id("</think>")
-    for sample in go_on(sampler, reserve=room_taken(sampler.arm)):
-        said = tokenizer.encode(cue)
-        if end_think is not None and end_think not in sample.tokens:
-            if Thinking(end_think, think).open_in(sample.context):
-                said = [end_think, *said]
-        for token in said[:max_new_tokens - sample.n_tokens]:
-            sampler.token(sample, token)
-    for sample in go_on(sampler, limit=answer_tokens):
-        sample.finish_reason = "length"
-        sampler.complete(sample)
-
-
-def last_k(sampler):
-    """Restarts with the last raw tokens; with the first ones too it is Delethink's carry-over."""
-    while running := go_on(sampler):
-        for sample in running:
-            first, rest = sample.tokens[:carry_first], sample.tokens[carry_first:]
-            sample.context = sample.prompt + first + rest[max(len(rest) - carry_last, 0):]
-
-
-def summary(sampler):
-    """Restarts with a summary by the same model. It costs time but counts for no tokens of the sample."""
-    tokenizer = sampler.tokenizer
-    opening, closing = summary_form.split("{}")
-    before, after, ask = map(tokenizer.encode, (opening, closing, summary_prompt))
-    think, end = tokenizer.token_id("<think>"), closing.strip()
-    stop = dict(stop_strings=(end,), decode=tokenizer.decode) if end else {}
-    while running := go_on(sampler, reserve=len(ask) + summary_tokens):
-        for sample in running:
-            sample.context += ask
-        written = sampler.draw(running, summary_tokens, aside=True, **stop)
-        for sample, notes in zip(running, written, strict=True):
-            notes = [token for token in notes if token not in tokenizer.eos_ids]
-            if end:
-                text = tokenizer.decode(notes).partition(end)[0]
-                notes = tokenizer.encode(text)[:summary_tokens]
-            place = sample.prompt_tokens
-            if think in sample.prompt[-2:]:
-                place = sample.prompt.index(think, -2)
-            notes = before + notes + after
-            sample.context = sample.prompt[:place] + notes + sample.prompt[place:]
-
-
-RESTARTS = dict(full_stop=full_stop, last_k=last_k, summary=summary)
-OWN_KEYS = dict(full_stop=("cue", "answer_tokens"), last_k=("carry_first", "carry_last"),
-                summary=("summary_prompt", "summary_form", "summary_tokens"))
-
-
-def room_taken(arm):
-    """How many of the W tokens of a context are not for new ones: what is carried into it, and what is said
-    at its end."""
-    tokenizer = arm.weights.tokenizer
-    if arm.policy == "last_k":
-        return carry_first + carry_last
-    if arm.policy == "full_stop":
-        ends_thinking = tokenizer.token_id("</think>") is not None
-        return ends_thinking + len(tokenizer.encode(cue)) + answer_tokens
-    said = (summary_prompt, *summary_form.split("{}"))
-    return sum(len(tokenizer.encode(text)) for text in said) + 2 * summary_tokens
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -497,109 +436,19 @@ def at_budget(sample, budget, source, tokenizer):
     return judged(cut, source, tokenizer)
 
 
-def cache_bytes(arm, sample):
-    """Bytes of the keys and values that a sample holds at its end; restarts: in its largest context."""
-    prefix_len = POLICIES.get(arm.policy, {}).get("prefix_len", sample.prefix_tokens)
-    length = sample.prompt_tokens + sample.n_tokens
-    room = max(length - prefix_len, 1)
-    windows = [w and min(w, room) for w in layer_windows(arm.weights.config, arm.window)]
-    return row_bytes(arm.weights.config, windows, min(prefix_len, length), length, arm.weights.dtype)
-
-
 def task_table(source, samples):
     """The rows of one task: each arm under each budget. samples: {arm: its samples, problem by problem}."""
-    cut, rows = {}, []
+    cut = {}
     for arm, budget in itertools.product(samples, sorted({*several(budgets), max_new_tokens})):
         tokenizer = arm.weights.tokenizer
         cut[arm, budget] = [at_budget(sample, budget, source, tokenizer) for sample in samples[arm]]
-    for (arm, budget), drawn in cut.items():
-        row = table_row(arm, budget, drawn)
-        base = base_of(arm, list(samples))
-        if base != arm:
-            row["against"] = str(base)
-            row["difference"], row["low"], row["high"] = paired(scores(drawn), scores(cut[base, budget]))
-        rows.append(row)
-    return rows
-
-
-def table_row(arm, budget, samples):
-    n_tokens = [sample.n_tokens for sample in samples]
-    seconds = [sample.s for sample in samples]
-    return dict(
-        task=samples[0].task, arm=str(arm), policy=arm.policy, window=arm.window, prefix=arm.prefix,
-        budget=budget, problems=len(scores(samples)), samples=samples_per_problem,
-        accuracy=mean(scores(samples)),
-        pass_at_k=mean(scores(samples).max(1)),
-        mean_tokens=mean(n_tokens),
-        p90_tokens=float(np.percentile(n_tokens, 90)),
-        cut=mean([sample.finish_reason == "length" for sample in samples]),
-        s_per_sample=mean(seconds),
-        tokens_per_s=sum(n_tokens) / max(sum(seconds), 1e-9),
-        cache_mb=mean([cache_bytes(arm, sample) for sample in samples]) / 1e6,
-        against=None, difference=None, low=None, high=None)
-
-
-def scores(samples):
-    """(problems, samples of each)"""
-    return np.reshape([sample.score for sample in samples], (-1, samples_per_problem))
-
-
-def mean(values):
-    return float(np.mean(values))
-
-
-def base_of(arm, arms):
-    """What an arm is compared with: the baseline, where it has a window with the same one; else itself."""
-    name = baseline or arms[0].name
-    for other in arms:
-        same_window = other.window == arm.window or None in (other.window, arm.window)
-        if name == str(other) or name == other.name and same_window:
-            return other
-    return arm
-
-
-def paired(a, b):
-    """The mean difference of two arms with scores (problems, samples of each), and its 95 % bootstrap
-    interval over the problems."""
-    differences = a.mean(1) - b.mean(1)
-    draws = np.random.default_rng(0).choice(differences, (10000, len(differences)))
-    low, high = np.percentile(draws.mean(1), (2.5, 97.5))
-    return mean(differences), float(low), float(high)
-
-
-def write_table(path, table):
-    """The table as a file and, without the columns that say the same everywhere, on the terminal."""
-    with replacing(path) as tmp, open(tmp, "w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, list(table[0]))
-        writer.writeheader()
-        writer.writerows(table)
-    hidden = {"policy", "window", "prefix", "samples"}
-    for key in ("task", "budget", "problems"):
-        if len({row[key] for row in table}) == 1:
-            hidden.add(key)
-    print(f"{samples_per_problem} samples of each problem; differences are from the arm in `against`, "
-          "with 95 % intervals")
-    print_table([{key: value for key, value in row.items() if key not in hidden} for row in table])
-
-
-def print_table(table):
-    """Rows that have the same keys, for a terminal: floats to four digits."""
-    lines = [list(table[0]), *([cell(value) for value in row.values()] for row in table)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        print("  ".join(map(str.rjust, line, widths)))
-
-
-def cell(value):
-    if isinstance(value, float):
-        return f"{float(f'{value:.4g}'):g}"
-    return "-" if value is None else str(value)
+    return table_rows(cut, samples_per_problem, baseline)
 
 
 def write_pass_rates(path, samples):
     """The share of right samples of each problem, by which train_rl.py can choose problems."""
     path.parent.mkdir(exist_ok=True)
-    rates = dict(enumerate(scores(samples).mean(1)))
+    rates = dict(enumerate(scores(samples, samples_per_problem).mean(1)))
     write_json(path, dict(task=samples[0].task, seed=seed, held_out=held_out, rates=rates))
 
 
@@ -614,19 +463,18 @@ def check_keys():
         globals(),
         *((key, globals()[key] >= n, f"at least {n}") for key, n in least.items()),
         ("seed", abs(seed) < 2**63, "of 64 bits"),
-        ("windows", min(several(windows), default=0) >= 1, "at least 1"),
-        ("budgets", all(1 <= n <= max_new_tokens for n in several(budgets)), f"from 1 to {max_new_tokens}"),
+        ("windows", windows and within(windows, 1, math.inf), "numbers of tokens, at least 1"),
+        ("budgets", within(budgets, 1, max_new_tokens), f"numbers of tokens, from 1 to {max_new_tokens}"),
         ("prefixes", all(re.fullmatch(form, prefix) for prefix in split(prefixes)),
          "made of whole, question, whole+100 or a number of tokens"),
         ("summary_form", summary_form.count("{}") == 1, "a text with {} in it"),
-        ("task", len(task) > 0, "a name or a list of names"))
+        ("models", all(isinstance(text, str) for text in (*models, *models.values())),
+         "names with their folders"),
+        ("task", task and all(isinstance(name, str) for name in task), "a name or a list of names"))
 
 
-def check_room(arm):
-    if arm.policy in RESTARTS and room_taken(arm) >= arm.window:
-        raise ValueError(
-            f"{arm}: what is carried into a context and said at its end takes {room_taken(arm)} of its "
-            f"{arm.window} tokens: a larger window, or smaller {', '.join(OWN_KEYS[arm.policy])}")
+def within(numbers, low, high):
+    return all(type(n) is int and low <= n <= high for n in several(numbers))
 
 
 def draw_missing(file, arms, sources):
@@ -651,7 +499,8 @@ def main():
     sources = [load_task(name, seed, held_out) for name in ([task] if isinstance(task, str) else task)]
     arms = all_arms()
     for arm in arms:
-        check_room(arm)
+        if arm.policy in RESTARTS:
+            check_room(arm, own_keys(arm.policy))
     out = Path(out_dir)
     out.mkdir(parents=True, exist_ok=True)
     with open(out / "samples.jsonl", "ab+") as file:

@@ -39,8 +39,7 @@ import ast
 import difflib
 import functools
 import hashlib
-import importlib.util
-import inspect
+import importlib
 import json
 import math
 import random
@@ -50,8 +49,7 @@ from dataclasses import dataclass, replace
 from numbers import Real
 from pathlib import Path
 
-from checkpoint import read_json
-from verify import BLOCK, behind_thinking, find_answer, judged, reaches
+SOURCES = ("reasoning_gym", "jsonl", "py", "rated")     # each a file in sources/
 
 
 @dataclass
@@ -100,7 +98,8 @@ def load_task(name, seed=0, held_out=False, longer=1):
         settings[key] = literal(text)
     if source != "reasoning_gym" and not Path(target).is_file():
         raise FileNotFoundError(f"task={name!r}: there is no file {target!r}")
-    return SOURCES[source](name, target, settings, seed, held_out, longer)
+    source = importlib.import_module(f"sources.{source}")
+    return source.load(name, target, settings, seed, held_out, longer)
 
 
 def literal(text):
@@ -143,245 +142,36 @@ def divided(name, problem, score, size, seed, held_out):
 
 
 # -----------------------------------------------------------------------------------------------------------
-# reasoning-gym
+# answers
 
-CHUNK = 500  # problems that are generated at once
-
-
-def gym(name, dataset, settings, seed, held_out, longer):
-    """Datasets of reasoning-gym, one of CHUNK problems after another: there, the seed of a problem is that of
-    its dataset plus its number, so datasets of neighbouring seeds share problems. Four (isomorphic_strings,
-    knight_swap, polynomial_multiplication, ransom_note) are the same in every run only if PYTHONHASHSEED is
-    set."""
-    try:
-        import reasoning_gym
-        from reasoning_gym.factory import DATASETS
-    except ImportError:
-        raise ValueError(f"task={name!r} needs a package: pip install reasoning-gym") from None
-    check_known(name, "dataset", [dataset], DATASETS)
-    fields = DATASETS[dataset][1].__dataclass_fields__.keys() - {"seed", "size"}
-    check_known(name, "setting", settings, fields)
-
-    @functools.lru_cache(2)
-    def chunk(seed):
-        return reasoning_gym.create_dataset(dataset, seed=seed, size=CHUNK, **settings)
-
-    def problem(i, seed):
-        chunk_seed = numbered("reasoning_gym", seed, i // CHUNK).getrandbits(31)
-        entry = chunk(chunk_seed)[i % CHUNK]
-        question = f"{entry['question'].rstrip()}\n\nGive the final answer in <answer></answer> tags."
-        return Problem(question, entry, f"<answer>{entry['answer']}</answer>")
-
-    def score(problem, text, tokens, finish_reason):
-        found, entry = find_answer(text), problem.answer
-        if found is None:
-            return 0.0
-        if dataset in ("countdown", "puzzle24"):
-            details = entry["metadata"]
-            return float(reaches(found, details["numbers"], details.get("target", 24)))
-        earned = judged((dataset, repr(settings)), entry, found)
-        return min(earned, 1.0) if earned > 0.05 else 0.0  # some scorers give up to 0.05 for anything
-
-    try:
-        chunk(0)
-    except (AssertionError, TypeError, ValueError) as error:
-        raise ValueError(f"task={name!r}: the dataset does not take these settings: {error}") from None
-    return divided(name, problem, score, None, seed, held_out)
+BLOCK = re.compile(r"<answer>|\\boxed\s*\{")
+# braces behind a backslash, as in \{1, 2\}, enclose nothing
+MARK = re.compile(BLOCK.pattern + r"|</answer>|\\\\(?!boxed)|\\?[{}]")
 
 
-# -----------------------------------------------------------------------------------------------------------
-# JSON lines
-
-class Letter(str):
-    """The right answer to a problem with choices."""
-
-
-def jsonl(name, path, settings, seed, held_out, longer):
-    check_known(name, "setting", settings, ())
-    try:
-        text = Path(path).read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError:
-        raise ValueError(f"{path}: not a text file in utf-8") from None
-    lines = text.rstrip("\n").split("\n")                # not splitlines: a text may hold U+2028
-    problems = [read_problem(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
-    letters = all(isinstance(problem.answer, Letter) for problem in problems)
-    if not letters and importlib.util.find_spec("math_verify") is None:
-        raise ValueError(f"task={name!r} needs a package: pip install 'math-verify[antlr4_13_2]'")
-    return divided(name, lambda i, seed: problems[i], score_jsonl, len(problems), seed, held_out)
+def behind_thinking(text):
+    """What follows the last </think>, up to a <think> that is not closed; the whole text where there is
+    neither."""
+    return text.rpartition("</think>")[2].partition("<think>")[0]
 
 
-def read_problem(line, location):
-    """The Problem of a line. ValueError that says where and what is wrong."""
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        record = None
-    if not isinstance(record, dict):
-        example = '{"question": "1 + 1?", "answer": "2"}'
-        raise ValueError(f"{location}: not JSON such as {example}: {line[:60]!r}")
-    asks = next((key for key in ("question", "problem", "prompt") if key in record), "question")
-    question = text_in(record, asks, location)
-    solution = text_in(record, "solution", location) if record.get("solution") is not None else None
-    if record.get("choices") is not None:
-        listed, right = read_choices(record, location)
-        question = f"{question}\n\n{listed}\n\nPut the letter of the right choice into \\boxed{{}}."
-        return Problem(question, right, solution)
-    answer = record.get("answer")
-    if type(answer) is int or type(answer) is float and math.isfinite(answer):
-        record["answer"] = str(answer)
-    answer = text_in(record, "answer", location)
-    return Problem(f"{question}\n\nPut the final answer into \\boxed{{}}.", answer, solution)
-
-
-def text_in(record, key, location):
-    """The text under a key, which must be there and not empty."""
-    text = record.get(key)
-    half_a_pair = "[\ud800-\udfff]"                      # of surrogates, which is no text
-    if not isinstance(text, str) or not text.strip() or re.search(half_a_pair, text):
-        got = "missing or null" if text is None else json.dumps(text)[:60]
-        raise ValueError(f'{location}: "{key}" must be a text and not empty, but is {got}')
-    return text
-
-
-def read_choices(record, location):
-    """The choices as the prompt lists them, and the Letter of the right one."""
-    choices, answer = record["choices"], record.get("answer")
-    if not isinstance(choices, list) or not 2 <= len(choices) <= 26:
-        raise ValueError(f'{location}: "choices" must be a list of 2 to 26 texts')
-    by_name = {f"choices[{i}]": choice for i, choice in enumerate(choices)}
-    texts = [text_in(by_name, name, location) for name in by_name]
-    letters = [Letter(chr(ord("A") + i)) for i in range(len(texts))]
-    right = []
-    for i, (letter, text) in enumerate(zip(letters, texts, strict=True)):
-        if type(answer) in (int, str) and answer in (i, letter, text):
-            right.append(letter)
-    if len(right) != 1:
-        raise ValueError(f'{location}: "answer" must be the letter, index (from 0) or text of just one '
-                         f"choice, not {json.dumps(answer)[:60]}")
-    return "\n".join(f"{letter}) {text}" for letter, text in zip(letters, texts, strict=True)), right[0]
-
-
-def score_jsonl(problem, text, tokens, finish_reason):
-    """1 if the answer is the same letter, the same text or, by math-verify, equal."""
-    found = find_answer(text)
-    if found is None:
-        return 0.0
-    words, right = plain_words(found), plain_words(problem.answer)
-    if isinstance(problem.answer, Letter):
-        letter = re.match(r"[({*$]*([A-Z])(?!\w)", "".join(words[:1]))
-        return float(letter is not None and letter[1] == problem.answer)
-    if words == right:
-        return 1.0
-    if re.fullmatch(r"[^\W\d_]{3,}", "".join(right)):  # to math-verify a word is a product: "vile" is "evil"
-        return float([word.casefold() for word in words] == [word.casefold() for word in right])
-    return judged((None, None), problem.answer, found) if len(found) <= 1000 else 0.0
-
-
-def plain_words(text):
-    """The words of a text, without LaTeX's names of fonts."""
-    return re.sub(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}", r"\1", text).split()
-
-
-# -----------------------------------------------------------------------------------------------------------
-# a user's file
-
-def python_file(name, path, settings, seed, held_out, longer):
-    module = load_module(name, path)
-    size = getattr(module, "size", None)
-    if size is not None and type(size) is not int:
-        raise ValueError(f"{path}: size must be a whole number or None, not {size!r}")
-    parameters = list(inspect.signature(module.problem).parameters)[2:]
-    check_known(name, "setting", settings, [key for key in parameters if key not in ("held_out", "longer")])
-    knows = dict(held_out=held_out is not False, longer=longer)
-    settings = settings | {key: value for key, value in knows.items() if key in parameters}
-
-    def called(function, *args, **more):
-        try:
-            return function(*args, **more)
-        except Exception as error:  # anybody's Python: whatever it raises is a fault of the file
-            raise ValueError(f"{path}: {function.__name__} raised {type(error).__name__}: {error}") from error
-
-    def problem(i, seed):
-        made = called(module.problem, i, seed, **settings)
-        problem = Problem(*made) if isinstance(made, tuple) and len(made) == 2 else made
-        if not isinstance(problem, Problem) or not isinstance(problem.prompt, str):
-            raise ValueError(f"{path}: problem({i}, {seed}) must return (prompt, answer) or a Problem, "
-                             f"not {made!r:.80}")
-        return problem
-
-    def score(*args):
-        score = called(module.score, *args)
-        if not isinstance(score, Real) or not 0 <= score <= 1:
-            raise ValueError(f"{path}: score must return a number from 0 to 1, not {score!r:.80}")
-        return float(score)
-
-    if "held_out" in parameters and size is None:
-        task = Task(name, lambda i: problem(i, seed), score, None, seed, held_out)
-    else:
-        task = divided(name, problem, score, size, seed, held_out)
-    task.problem(0)                                      # wrong settings are named now
-    return task
-
-
-def load_module(name, path):
-    spec = importlib.util.spec_from_file_location(path, path)
-    if spec is None:
-        raise ValueError(f"task={name!r}: a Python file ends in .py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path] = module                           # where dataclasses look for their module
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:  # anybody's Python
-        raise ValueError(f"{path}: {type(error).__name__}: {error}") from error
-    for function in ("problem", "score"):
-        if not callable(getattr(module, function, None)):
-            raise ValueError(f"{path} has no function {function}")
-    return module
-
-
-# -----------------------------------------------------------------------------------------------------------
-# problems that are worth training on
-
-def rated(name, path, settings, seed, held_out, longer):
-    """The problems of the task that a file of pass rates names, {"task": ..., "seed": ..., "held_out": ...,
-    "rates": {"0": 0.5}}, by the numbers i of its problem(i); those without a rate are left out. What the task
-    holds out for the evaluation of a run is not chosen by rates.
-
-    Two criteria of the paper come down to it. Difficulty: neither never nor nearly always solved in 16
-    samples, min_pass=1/16 and max_pass=14/16. Answers that are guessed without thinking in at least one of 8
-    samples: the rates of 8 samples without thinking, and max_pass=0."""
-    check_known(name, "setting", settings, ("min_pass", "max_pass"))
-    min_pass, max_pass = settings.get("min_pass", 0), settings.get("max_pass", 1)
-    if not all(isinstance(rate, Real) for rate in (min_pass, max_pass)) or not 0 <= min_pass <= max_pass <= 1:
-        raise ValueError(f"task={name!r}: min_pass and max_pass are 0 to 1, the first not above the second")
-    found = read_json(Path(path))
-    rates = found.get("rates")
-    if not isinstance(rates, dict) or not all(is_rate(i, rate) for i, rate in rates.items()):
-        raise ValueError(f'{path}: "rates" must map numbers of problems to rates from 0 to 1: {{"0": 0.5}}')
-    if not isinstance(found.get("task"), str):
-        raise ValueError(f"{path} does not say of which task these pass rates are")
-    source = load_task(found["task"], seed, held_out, longer)
-    if held_out:
-        return source
-    for key, value in (("seed", seed), ("held_out", held_out)):
-        if key not in found or found[key] != value:
-            rated_at = found.get(key, "missing")
-            raise ValueError(f"{path} has the pass rates of {key}={rated_at!r}, not of {value!r}")
-    last = max(map(int, rates), default=0)
-    if source.size is not None and last >= source.size:
-        raise ValueError(f"{path} has a rate of problem {last}, but the last is {source.size - 1}")
-    numbers = sorted(int(i) for i, rate in rates.items() if min_pass <= rate <= max_pass)
-    if not numbers:
-        raise ValueError(
-            f"{path}: none of {len(rates)} problems has a pass rate from {min_pass} to {max_pass}")
-    return replace(source, name=name, problem=lambda i: source.problem(numbers[i]), size=len(numbers))
-
-
-def is_rate(i, rate):
-    return re.fullmatch("0|[1-9][0-9]{0,8}", i) and type(rate) in (int, float) and 0 <= rate <= 1
-
-
-SOURCES = dict(reasoning_gym=gym, jsonl=jsonl, py=python_file, rated=rated)
+def find_answer(text):
+    r"""What stands in the last <answer>...</answer> or \boxed{...} (braces balanced) behind the thinking, of
+    nested ones in the innermost; None if there is none, or nothing in it."""
+    text, tag, braces, found = behind_thinking(text), None, [], None
+    for mark in MARK.finditer(text):
+        start = None
+        if mark[0] == "<answer>":
+            tag = mark.end()
+        elif mark[0] == "</answer>":
+            start, tag = tag, None
+        elif mark[0] == "}":
+            start = braces.pop() if braces else None
+        elif mark[0][-1] == "{" and mark[0] != r"\{":
+            braces.append(mark.end() if "boxed" in mark[0] else None)
+        if start is not None and (found is None or found[0] < start):
+            found = start, mark.start()
+    return text[found[0]:found[1]].strip() or None if found else None
 
 
 # -----------------------------------------------------------------------------------------------------------

@@ -264,8 +264,8 @@ def spelled(token):
 
 
 def check_supported(name, spec):
-    """ValueError naming what a tokenizer.json asks for and this file does not do: its tokens must spell bytes,
-    and give back the text that they were made of."""
+    """ValueError naming what a tokenizer.json asks for and this file does not do: its tokens must spell
+    bytes, and give back the text that they were made of."""
     def refuse(what):
         raise ValueError(f"{name}: its tokenizer.json has {what}, which is not supported")
 

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from checkpoint import replacing
-from tasks import read_problem
+from sources.jsonl import read_problem
 
 
 def read_rows(local, hub_name, config=None, *, split):

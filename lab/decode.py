@@ -16,7 +16,7 @@ import torch
 
 from device import device_and_dtype, free_bytes, peak_bytes
 from engine import generate
-from eval import print_table
+from evals.table import print_table
 from fast.step import fast_step, plain_step
 from lab import rivals
 from lab.measure import are_counts, name_of, note, rounded, take_turns

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from attention import visible
 from attn_kernel import decode_attention, flex_block_mask, flex_compiled, prefix_sliding_attention
 from device import device_and_dtype
-from eval import print_table
+from evals.table import print_table
 from lab.measure import are_counts, machine_rates, name_of, note, peak_bytes, rounded, seconds
 
 PEERS = ("sdpa mask", "sdpa full", "flex", "flash-attn")

@@ -11,7 +11,7 @@ import train_rl
 import training
 from device import device_and_dtype
 from engine import generate
-from eval import print_table
+from evals.table import print_table
 from lab.measure import are_counts, name_of, note, peak_bytes, rounded
 from model import GPT
 from tasks import load_task

@@ -17,9 +17,11 @@ from conftest import ROOT
 from hypothesis import given, strategies as st
 
 import eval as evaluation
+import evals.table
 from data.passes.prepare import write_tokenizer
 from engine import POLICIES, generate, hashed
 from eval import Arm, Sample, Sampler, Weights
+from evals import restarts
 from lab import figures
 from model import GPT, GPTConfig
 from sliding_cache import SlidingCache
@@ -234,7 +236,7 @@ def test_samples_that_were_drawn_otherwise_are_not_mixed(tmp_path, configure, un
     assert {name: entries()[name] for name in before} == before
     with pytest.raises(ValueError, match=f"holds samples of [a-z_@]+ with {key}="):
         evaluation.keep_settings(done, arms)
-    own = [arm for arm in arms if key in evaluation.OWN_KEYS[arm.policy]] or arms
+    own = [arm for arm in arms if key in restarts.OWN_KEYS[arm.policy]] or arms
     others = [arm for arm in arms if arm not in own]
     evaluation.keep_settings(done, others)                                            # keys of one policy are nothing to the others
     evaluation.keep_settings({("t", str(arm), 0, 0): {} for arm in others}, arms)     # nor to one without samples
@@ -318,7 +320,7 @@ def test_all_policies_draw_from_the_same_streams(passes, configure, rows):
     configure(rows=rows, answer_tokens=1)
     want = generate(passes.model, passes.prompts, 40, window=None, temperature=1.0, top_p=1.0, seed=[stream(i) for i in range(6)],
                     stop_ids=passes.tokenizer.eos_ids, n_vocab=passes.tokenizer.n_vocab)
-    for policy in (*POLICIES, *evaluation.RESTARTS):
+    for policy in (*POLICIES, *restarts.RESTARTS):
         window = None if policy == "full" else 60
         if policy in ("sliding", "streaming"):
             window = 200                                                              # their windows have to hold the prompt, too
@@ -360,7 +362,7 @@ def test_the_fork_adds_random_eviction(untrained, tmp_path):
     assert "there is no 'random'" in refused(*COMMAND, *out, "--policies=random")
 
 
-@pytest.mark.parametrize("policy", evaluation.RESTARTS)
+@pytest.mark.parametrize("policy", restarts.RESTARTS)
 def test_a_restarted_sample_is_the_same_alone(passes, configure, policy):
     """Contexts of others in the batch are no part of it, nor is how long they are (min_new_tokens)."""
     configure(min_new_tokens=25, summary_form="{} 59")
@@ -545,30 +547,30 @@ def test_budgets_are_applied_afterwards():
 def test_paired_differences(pairs):
     a, b = map(list, zip(*pairs, strict=True))
     a, b = (np.array(x)[:, None] for x in (a, b))                                     # one sample of each problem
-    mean, low, high = evaluation.paired(a, b)
+    mean, low, high = evals.table.paired(a, b)
     d = np.subtract(a, b)
     assert abs(mean - d.mean()) < 1e-12 and d.min() - 1e-12 <= low <= high <= d.max() + 1e-12
-    assert evaluation.paired(a, a) == (0, 0, 0)
-    again = evaluation.paired(b, a)
+    assert evals.table.paired(a, a) == (0, 0, 0)
+    again = evals.table.paired(b, a)
     assert abs(again[0] + mean) < 1e-12
 
 
 def test_the_interval_is_that_of_the_mean():
     """100 problems, half of them won: a standard error of 0.05, so about 0.4 to 0.6; the noise that both share cancels."""
-    mean, low, high = evaluation.paired(np.repeat([[1.0], [0.0]], 50, 0), np.zeros((100, 1)))
+    mean, low, high = evals.table.paired(np.repeat([[1.0], [0.0]], 50, 0), np.zeros((100, 1)))
     assert mean == 0.5 and abs(low - 0.402) < 0.015 and abs(high - 0.598) < 0.015
     noise = np.random.default_rng(1).uniform(0, 100, (100, 1))
-    mean, low, high = evaluation.paired(noise + 1, noise)
+    mean, low, high = evals.table.paired(noise + 1, noise)
     assert max(abs(x - 1) for x in (mean, low, high)) < 1e-9
 
 
-@pytest.mark.parametrize("policy", [*POLICIES, *evaluation.RESTARTS])
+@pytest.mark.parametrize("policy", [*POLICIES, *restarts.RESTARTS])
 @pytest.mark.parametrize("n_new", [3, 50])
 def test_cache_bytes(policy, n_new):
     """Against what a cache of that size really allocates."""
     config, W, n_prompt = GPTConfig(n_layer=2, windows=(None, 5)), 12, 17
     arm = arm_of(policy, None if policy == "full" else W, config=config)
-    got = evaluation.cache_bytes(arm, Sample("t", "arm", 0, 0, "", "", n_prompt, n_prompt, n_new))
+    got = evals.table.cache_bytes(arm, Sample("t", "arm", 0, 0, "", "", n_prompt, n_prompt, n_new))
     P, n = {"sliding": 0, "streaming": 4}.get(policy, n_prompt), n_prompt + n_new
     windows = [None if policy == "full" else min(W, n - P), min(5, n - P)]
     assert got == SlidingCache(config, 1, P, windows, max_len=n).nbytes

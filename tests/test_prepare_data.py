@@ -15,7 +15,8 @@ import pytest
 from conftest import ROOT
 from hypothesis import given, strategies as st
 
-from tasks import load_task, read_problem
+from sources.jsonl import read_problem
+from tasks import load_task
 
 sys.path.append(str(ROOT / "data"))
 from rows import read_rows

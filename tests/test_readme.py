@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 DOCS = [README, *sorted((ROOT / "docs").glob("*.md"))]
-FOLDERS = "config|data|docs|fast|forks|lab|tests"
+FOLDERS = "config|data|docs|evals|fast|forks|lab|sources|tests"
 COUNTED = re.compile(r"^(\| `([\w/]+\.py)` \| *)(\d+)", re.M)      # a row of the reading order: file, lines
 
 

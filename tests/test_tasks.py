@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, example, given, settings, strategies as st
 
 import data.passes.task as passes
 import tasks
-import verify
 from data.passes.prepare import write_tokenizer
+from sources import jsonl, judge, reasoning_gym as gym
 from tasks import ask_for_length, check_reward, find_answer, load_task, reward_parts
 from tokenizer import load_tokenizer
 
@@ -77,7 +77,7 @@ def test_long_texts_take_no_longer_than_they_are(mark):
     began = time.process_time()
     for text in (mark * 100_000, f" answer A{mark * 100_000}.", f"\\boxed{{{mark * 100_000}}}"):
         reward_parts(PLAIN, text, 3, 0.5, 10, 0)
-        tasks.score_jsonl(tasks.Problem("", tasks.Letter("A")), text, [], "stop")
+        jsonl.score_jsonl(tasks.Problem("", jsonl.Letter("A")), text, [], "stop")
     assert time.process_time() - began < 5
 
 
@@ -297,7 +297,7 @@ def test_what_can_be_verified(question, right):
 # math-verify in its process
 
 def math_score(right, text):
-    return tasks.score_jsonl(tasks.Problem("?", right), text, [], "stop")
+    return jsonl.score_jsonl(tasks.Problem("?", right), text, [], "stop")
 
 
 @pytest.mark.parametrize("right, found, equal", [
@@ -322,12 +322,12 @@ def test_text_that_is_no_number_scores_0(tmp_path):
 
 def test_a_hang_scores_0_and_the_next_answer_gets_its_own_score():
     assert math_score("8", r"\boxed{2^3}") == 1
-    first, began = verify.PROCESSES[None, None].pid, time.process_time()
+    first, began = judge.PROCESSES[None, None].pid, time.process_time()
     assert math_score("8", r"\boxed{9^{9^{9}}}") == 0
     assert [math_score("8", f"\\boxed{{{x}}}") for x in ("2^3", "7 + 2", "4 + 4")] == [1, 0, 1]
-    assert verify.PROCESSES[None, None].pid != first and time.process_time() - began < 2
-    os.kill(verify.PROCESSES[None, None].pid, signal.SIGKILL)
-    verify.PROCESSES[None, None].wait()
+    assert judge.PROCESSES[None, None].pid != first and time.process_time() - began < 2
+    os.kill(judge.PROCESSES[None, None].pid, signal.SIGKILL)
+    judge.PROCESSES[None, None].wait()
     assert math_score("8", r"\boxed{4 + 4}") == 1
 
 
@@ -349,9 +349,10 @@ def test_an_interrupt_leaves_no_answer_for_the_next_question():
 
 def test_the_process_has_no_torch_gets_no_signals_and_dies_with_its_parent():
     script = """if True:
-        import os, sys, tasks, verify
-        tasks.score_jsonl(tasks.Problem("", "8"), "\\\\boxed{4 + 4}", [], "stop")
-        pid = verify.PROCESSES[None, None].pid
+        import os, sys, tasks
+        from sources import jsonl, judge
+        jsonl.score_jsonl(tasks.Problem("", "8"), "\\\\boxed{4 + 4}", [], "stop")
+        pid = judge.PROCESSES[None, None].pid
         print(pid, "torch" in open(f"/proc/{pid}/maps").read(), os.getsid(pid) == pid, flush=True)
         os.kill(os.getpid(), 9)"""
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
@@ -410,7 +411,7 @@ def test_what_else_a_file_may_hold(tmp_path):
     inner, max_size=3) | st.dictionaries(st.sampled_from(["question", "answer", "choices", "solution"]), inner)).map(json.dumps))
 def test_any_line_is_read_or_refused(line):
     try:
-        problem = tasks.read_problem(line, "here")
+        problem = jsonl.read_problem(line, "here")
     except ValueError as error:
         assert str(error).startswith("here: ")
     else:
@@ -512,14 +513,14 @@ def test_every_dataset_makes_the_same_problem_twice():
     ("9**9**9", 0), ("6, 5, 4, 2", 0), ("__import__('os').abort()", 0), ("6 * 5 - 4 - 2 if 1 else 0", 0), ("(lambda: 24)()", 0),
     ("(" * 250, 0), ("-" * 290, 0), ("-" * 290 + "1", 0), ("(" * 99999 + "1" + ")" * 99999, 0), ("\0", 0), ("", 0)])
 def test_arithmetic_is_parsed_with_each_number_once(found, right):
-    assert verify.reaches(found, [6, 5, 4, 2], 24) == right
+    assert gym.reaches(found, [6, 5, 4, 2], 24) == right
 
 
 @settings(max_examples=200)
 @given(st.text("0123456789+-*/() ", max_size=12) | st.text(max_size=8))
 @example("1/(1-1)")
 def test_arithmetic_never_fails(text):
-    assert verify.reaches(text, [1, 2], 3) in (True, False)
+    assert gym.reaches(text, [1, 2], 3) in (True, False)
 
 
 def test_countdown_and_puzzle24():

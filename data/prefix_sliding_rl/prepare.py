@@ -19,7 +19,7 @@ sys.path += map(str, Path(__file__).resolve().parents[1:3])
 from rows import cell, read_rows, verifiable, write_problems
 
 from configurator import run
-from verify import find_answer
+from tasks import find_answer
 
 
 def lines(rows):

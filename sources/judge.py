@@ -1,8 +1,10 @@
-r""" Answers: found in what a model wrote, and judged in a process of their own. Imports little, because that
-process runs this file.
+r"""
+Judges answers in a process of its own: what a model writes may take for ever to simplify, fill the memory,
+or crash. Imports little, because that process runs this file.
 
 What a model wrote is parsed. Where a library would give it to eval, that eval is replaced by one which takes
-arithmetic only; and there are limits on time and memory. """
+arithmetic only; and there are limits on time and memory.
+"""
 import ast
 import os
 import pickle
@@ -11,66 +13,6 @@ import resource
 import signal
 import subprocess
 import sys
-from fractions import Fraction
-
-BLOCK = re.compile(r"<answer>|\\boxed\s*\{")
-# braces behind a backslash, as in \{1, 2\}, enclose nothing
-MARK = re.compile(BLOCK.pattern + r"|</answer>|\\\\(?!boxed)|\\?[{}]")
-
-OPERATORS = {ast.Add: Fraction.__add__, ast.Sub: Fraction.__sub__,
-             ast.Mult: Fraction.__mul__, ast.Div: Fraction.__truediv__}
-
-
-def behind_thinking(text):
-    """What follows the last </think>, up to a <think> that is not closed; the whole text where there is
-    neither."""
-    return text.rpartition("</think>")[2].partition("<think>")[0]
-
-
-def find_answer(text):
-    r"""What stands in the last <answer>...</answer> or \boxed{...} (braces balanced) behind the thinking, of
-    nested ones in the innermost; None if there is none, or nothing in it."""
-    text, tag, braces, found = behind_thinking(text), None, [], None
-    for mark in MARK.finditer(text):
-        start = None
-        if mark[0] == "<answer>":
-            tag = mark.end()
-        elif mark[0] == "</answer>":
-            start, tag = tag, None
-        elif mark[0] == "}":
-            start = braces.pop() if braces else None
-        elif mark[0][-1] == "{" and mark[0] != r"\{":
-            braces.append(mark.end() if "boxed" in mark[0] else None)
-        if start is not None and (found is None or found[0] < start):
-            found = start, mark.start()
-    return text[found[0]:found[1]].strip() or None if found else None
-
-
-def reaches(text, numbers, target):
-    """Whether a text is an expression in + - * / and brackets that uses each of the numbers once and equals
-    the target. The package evaluates such texts, takes 24.9 for 24, and has puzzle24 solved with any
-    numbers."""
-    used = []
-
-    def value(node):
-        if isinstance(node, ast.Constant) and type(node.value) is int:
-            used.append(node.value)
-            return Fraction(node.value)
-        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-            return -value(node.operand)
-        if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
-            return OPERATORS[type(node.op)](value(node.left), value(node.right))
-        raise ValueError("not arithmetic")
-
-    try:
-        found = value(ast.parse(text, mode="eval").body) if len(text) < 300 else None
-        return found == target and sorted(used) == sorted(numbers)
-    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
-        return False
-
-
-# -----------------------------------------------------------------------------------------------------------
-# scoring in another process: what a model writes may take for ever to simplify, fill the memory, or crash
 
 PROCESSES = {}
 
